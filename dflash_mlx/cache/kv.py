@@ -1,0 +1,74 @@
+"""Full attention: the block is appended; commit moves the offset, for a tree after gathering the path's rows.
+
+Rows at and behind the offset are dead, so a chain needs no work on the arrays at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
+
+from .block import Block, Positions, is_prefix, tree_mask
+
+
+class KVBlock:
+    """Carries a block over mlx-lm's KVCache or QuantizedKVCache, whose arrays stay where they are."""
+
+    def __init__(self, cache: KVCache | QuantizedKVCache):
+        self._cache = cache
+        self._base = cache.offset
+        self._block = Block.chain(1)
+
+    # What the model sees.
+
+    @property
+    def offset(self) -> int:
+        return self._cache.offset if self._block.is_chain else Positions(self._base, self._block)
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        if self._block.is_chain:
+            return self._cache.make_mask(N, return_array=return_array, window_size=window_size)
+        return tree_mask(self._block, self._base, window=window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        return self._cache.update_and_fetch(keys, values)
+
+    def __getattr__(self, name: str) -> Any:
+        # `bits` and `group_size` must exist only where the cache is quantized: models test for them.
+        return getattr(self._cache, name)
+
+    # What the engine sees.
+
+    def open(self, block: Block) -> None:
+        self._block, self._base = block, self._cache.offset
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        cache, base, rows = self._cache, self._base, len(path)
+        if not is_prefix(path):
+            taken = mx.array(path) + base
+            cache.keys = tree_map(lambda x: _moved(x, taken, base, rows), cache.keys)
+            cache.values = tree_map(lambda x: _moved(x, taken, base, rows), cache.values)
+        cache.offset = base + rows
+
+    def rewind(self, rows: int) -> None:
+        self._cache.offset = self._base + rows
+
+    def snapshot(self) -> int:
+        return self._cache.offset
+
+    def restore(self, snapshot: int) -> None:
+        self._cache.offset = snapshot
+
+    def release(self) -> KVCache | QuantizedKVCache:
+        return self._cache
+
+    def arrays(self) -> list[mx.array]:
+        return [] if self._cache.keys is None else [self._cache.keys, self._cache.values]
+
+
+def _moved(x: mx.array, taken: mx.array, base: int, rows: int) -> mx.array:
+    x[..., base : base + rows, :] = mx.take(x, taken, axis=-2)
+    return x
