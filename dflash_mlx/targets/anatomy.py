@@ -67,6 +67,13 @@ class Anatomy:
     def vocab_size(self) -> int:
         return self.embed_tokens.weight.shape[0]
 
+    @property
+    def hidden_size(self) -> int:
+        embedding = self.embed_tokens
+        if "scales" in embedding:  # quantized: the weight is packed
+            return embedding.scales.shape[-1] * embedding.group_size
+        return embedding.weight.shape[-1]
+
 
 def family(module: nn.Module) -> str:
     """The mlx-lm model file that a module's class comes from."""

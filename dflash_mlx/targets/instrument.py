@@ -7,7 +7,7 @@ quantization stay as they are, and neither a class nor a module is ever changed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -21,18 +21,21 @@ from ..cache import Positions
 _swapping = threading.RLock()
 
 
+Swaps = Sequence[tuple[nn.Module, type]]
+
+
 @contextmanager
-def swapped(classes: Mapping[nn.Module, type]) -> Iterator[None]:
+def swapped(swaps: Swaps) -> Iterator[None]:
     """Give each instance its subclass, and its own class back at the end, whatever happens inside."""
     with _swapping:
-        originals = {id(module): type(module) for module in classes}
+        originals = [(module, type(module)) for module, _ in swaps]
         try:
-            for module, subclass in classes.items():
+            for module, subclass in swaps:
                 module.__class__ = subclass
             yield
         finally:
-            for module in classes:
-                module.__class__ = originals[id(module)]
+            for module, original in originals:
+                module.__class__ = original
 
 
 class Taps:
@@ -42,13 +45,13 @@ class Taps:
         self._layer_ids = layer_ids
         self._recorded: dict[int, mx.array] = {}
         self._thread = threading.get_ident()
-        # A layer object may stand at several indices (looped models): its last call is the layer's output.
-        self.classes = {layers[i]: self._subclass(type(layers[i]), i) for i in set(layer_ids)}
+        self.swaps: Swaps = [(layers[i], self._subclass(type(layers[i]), i)) for i in sorted(set(layer_ids))]
 
     def _subclass(self, base: type, layer_id: int) -> type:
         def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
             out = base.__call__(layer, *args, **kwargs)
             if threading.get_ident() == self._thread:
+                # A looped model calls a layer several times: its last output counts.
                 self._recorded[layer_id] = out[0] if isinstance(out, tuple) else out
             return out
 

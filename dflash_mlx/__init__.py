@@ -1,0 +1,34 @@
+"""DFlash speculative decoding for MLX, a drop-in for mlx-lm: the same output in fewer target forwards."""
+
+from .draft import DFlashDraft
+from .errors import (
+    CheckpointError,
+    DFlashError,
+    PairMismatchError,
+    TargetStateError,
+    UnsupportedOptionError,
+    UnsupportedTargetError,
+)
+from .generate import GenerationResponse, generate, stream_generate
+from .load import load, load_draft
+from .speculative.sampling import make_sampler
+from .speculative.statistics import Statistics
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "DFlashDraft",
+    "DFlashError",
+    "GenerationResponse",
+    "PairMismatchError",
+    "Statistics",
+    "TargetStateError",
+    "UnsupportedOptionError",
+    "UnsupportedTargetError",
+    "generate",
+    "load",
+    "load_draft",
+    "make_sampler",
+    "stream_generate",
+]

@@ -1,0 +1,323 @@
+"""Prompt to text, as mlx-lm does it; with a DFlash draft the same tokens come in fewer target forwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from mlx_lm.generate import GenerationResponse as PlainResponse
+from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .draft import DFlashDraft
+from .errors import DFlashError, UnsupportedOptionError
+from .load import check_pair
+from .speculative.accept import make_rule
+from .speculative.ending import Ending
+from .speculative.loop import Step, speculate
+from .speculative.proposers import DraftProposer, Proposer
+from .speculative.sampling import LogitsProcessor, SamplerFunction
+from .speculative.statistics import Round, Statistics
+from .targets.target import KVQuantization, Target
+from .text import StopFilter, TextStream
+
+
+@dataclass
+class GenerationResponse(PlainResponse):
+    """mlx-lm's response, one per token, with the statistics of the rounds so far.
+
+    from_draft is true for accepted draft tokens, false for bonus tokens. statistics is None without a draft.
+    """
+
+    statistics: Statistics | None = field(default=None, repr=False)
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | list[int] | mx.array,
+    verbose: bool = False,
+    **kwargs: Any,
+) -> str:
+    """The whole text at once; arguments as `stream_generate`'s, `verbose` prints as mlx-lm does."""
+    text, response = "", None
+    if verbose:
+        print("=" * 10)
+    for response in stream_generate(model, tokenizer, prompt, **kwargs):
+        if verbose:
+            print(response.text, end="", flush=True)
+        text += response.text
+    if verbose and response is not None:
+        print("\n" + "=" * 10)
+        print(summary(response) if text else "No text generated for this prompt")
+    return text
+
+
+def summary(response: PlainResponse) -> str:
+    """The lines that mlx-lm prints behind a text, and how the speculation did."""
+    lines = [
+        f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec",
+        f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec",
+        f"Peak memory: {response.peak_memory:.3f} GB",
+    ]
+    statistics = getattr(response, "statistics", None)
+    if statistics is not None:
+        lines.append(
+            f"Speculation: {statistics.acceptance_length:.2f} tokens committed per target forward, "
+            f"{len(statistics.rounds)} target forwards"
+        )
+    return "\n".join(lines)
+
+
+def stream_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | list[int] | mx.array,
+    max_tokens: int = 256,
+    draft_model: DFlashDraft | None = None,
+    stream: mx.Stream = generation_stream,
+    *,
+    stop: str | Sequence[str] = (),
+    **kwargs: Any,
+) -> Iterator[PlainResponse]:
+    """mlx_lm.stream_generate, one response per token, decoded speculatively when `draft_model` is a DFlash draft.
+
+    Beside mlx-lm's own arguments: stop, strings that end the output (they and what follows are not part of it);
+    with a draft, block_size, the nodes of a proposal with the anchor (the draft's own by default; mlx-lm's
+    num_draft_tokens + 1 means the same).
+
+    A `prompt_cache` handed in holds, whenever the iterator ends or is closed, the prompt and exactly the tokens
+    yielded. Raises DFlashError for bad input before anything is computed.
+    """
+    if max_tokens == 0 or max_tokens < -1:
+        raise DFlashError(f"max_tokens is {max_tokens}; use 1 or more, or -1 for no limit.")
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if "" in stops:
+        raise DFlashError("An empty stop string would end every output at once; leave it out.")
+    if draft_model is None:
+        if kwargs.pop("block_size", None) is not None:
+            raise UnsupportedOptionError("block_size needs a draft; give draft_model or leave block_size out.")
+        return _plain(model, tokenizer, prompt, max_tokens, stream, stops, kwargs)
+    if not isinstance(draft_model, DFlashDraft):
+        raise DFlashError(
+            f"draft_model is a {type(draft_model).__module__}.{type(draft_model).__name__}, not a DFlash draft; "
+            "load one with dflash_mlx.load_draft."
+        )
+    return _speculative(model, tokenizer, prompt, max_tokens, draft_model, stream, stops, **kwargs)
+
+
+def _plain(
+    model: nn.Module, tokenizer: Any, prompt: Any, max_tokens: int, stream: mx.Stream, stops: tuple[str, ...], kwargs: dict
+) -> Iterator[PlainResponse]:
+    """mlx-lm's own decoding, cut at stop strings."""
+    responses = mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens, None, stream, **kwargs)
+    if not stops:
+        yield from responses
+        return
+    text = StopFilter(stops)
+    for response in responses:
+        response.text = text.push(response.text)
+        if response.finish_reason is not None:
+            response.text += text.flush()
+        if text.stopped:
+            response.finish_reason = "stop"
+        yield response
+        if text.stopped:
+            return
+
+
+@dataclass(frozen=True)
+class Request:
+    """One generation's parameters after checking; `tokens` is the prompt, int [n]."""
+
+    tokens: mx.array
+    max_tokens: int
+    sampler: SamplerFunction | None
+    processors: Sequence[LogitsProcessor]
+    eos_token_ids: frozenset[int]
+    prefill_step_size: int
+    progress: Callable[[int, int], None]
+
+
+def _speculative(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: Any,
+    max_tokens: int,
+    draft: DFlashDraft,
+    stream: mx.Stream,
+    stops: tuple[str, ...],
+    *,
+    block_size: int | None = None,
+    num_draft_tokens: int | None = None,
+    sampler: SamplerFunction | None = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
+    max_kv_size: int | None = None,
+    prompt_cache: list[Any] | None = None,
+    prefill_step_size: int = 2048,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    quantized_kv_start: int = 5000,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
+    input_embeddings: mx.array | None = None,
+) -> Iterator[GenerationResponse]:
+    """Check everything, then decode; a function of its own so that errors come at the call, not at the first token."""
+    if input_embeddings is not None:
+        raise UnsupportedOptionError("input_embeddings cannot be combined with a draft; leave out draft_model.")
+    if prefill_step_size < 1:
+        raise DFlashError(f"prefill_step_size is {prefill_step_size}; use 1 or more.")
+    check_pair(model, draft)
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    request = Request(
+        tokens=encode(model, tokenizer, prompt),
+        max_tokens=max_tokens,
+        sampler=sampler,
+        processors=tuple(logits_processors or ()),
+        eos_token_ids=frozenset(tokenizer.eos_token_ids),
+        prefill_step_size=prefill_step_size,
+        progress=prompt_progress_callback or (lambda done, total: None),
+    )
+    size = checked_block_size(draft, block_size, num_draft_tokens)
+    quantization = None if kv_bits is None else KVQuantization(kv_bits, kv_group_size, quantized_kv_start)
+    keep_cache = prompt_cache is not None
+    caches = prompt_cache if prompt_cache is not None else make_prompt_cache(model, max_kv_size)
+    target = Target(
+        model,
+        caches,
+        capture_layer_ids=draft.capture_layer_ids,
+        eos_token_ids=request.eos_token_ids,
+        kv_quantization=quantization,
+    )
+    proposer = DraftProposer(draft, target, block_size=size, sampler=sampler)
+    text = TextStream(tokenizer.detokenizer, stops)
+    return _respond(target, proposer, request, text, bool(stops), stream, keep_cache)
+
+
+def _respond(
+    target: Target,
+    proposer: Proposer,
+    request: Request,
+    text: TextStream,
+    has_stops: bool,
+    stream: mx.Stream,
+    keep_cache: bool,
+) -> Iterator[GenerationResponse]:
+    """Steps to responses, one per token."""
+    statistics = Statistics()
+    ending = Ending(request.eos_token_ids, request.max_tokens, text.push if has_stops else None)
+    with wired_limit(target.model, [stream]):
+        started = time.perf_counter()
+        steps = decode(target, proposer, request, ending, stream=stream, keep_cache=keep_cache)
+        try:
+            num_tokens, prompt_tps, round_started = 0, 0.0, started
+            for step in steps:
+                now = time.perf_counter()
+                if not statistics.rounds:
+                    prompt_tps, started = request.tokens.size / (now - started), now
+                statistics.rounds.append(
+                    Round(step.width, step.num_accepted, len(step.tokens), now - round_started)
+                )
+                for i, token in enumerate(step.tokens):
+                    step.taken = i + 1
+                    num_tokens += 1
+                    last = step.finish_reason is not None and step.taken == len(step.tokens)
+                    if not has_stops and token not in request.eos_token_ids:
+                        text.push(token)
+                    yield GenerationResponse(
+                        text=text.take() + (text.finish() if last else ""),
+                        token=token,
+                        logprobs=step.logprobs[i],
+                        from_draft=i < step.num_accepted,
+                        prompt_tokens=request.tokens.size,
+                        prompt_tps=prompt_tps,
+                        generation_tokens=num_tokens,
+                        generation_tps=num_tokens / (time.perf_counter() - started),
+                        peak_memory=mx.get_peak_memory() / 1e9,
+                        finish_reason=step.finish_reason if last else None,
+                        statistics=statistics,
+                    )
+                round_started = time.perf_counter()
+        finally:
+            steps.close()
+
+
+def decode(
+    target: Target,
+    proposer: Proposer,
+    request: Request,
+    ending: Ending,
+    *,
+    stream: mx.Stream,
+    keep_cache: bool = True,
+) -> Iterator[Step]:
+    """Prefill, then the loop."""
+    total = request.tokens.size
+    request.progress(0, total)
+    with mx.stream(stream):
+        chunks = target.prefill(request.tokens, request.prefill_step_size)
+        done = 0
+        for upto, hidden in chunks:
+            proposer.extend(request.tokens[done:upto], hidden)
+            mx.async_eval(proposer.arrays())
+            done = upto
+            request.progress(done, total)
+        rule = make_rule(request.sampler, request.processors, request.tokens, request.eos_token_ids)
+        anchor = request.tokens[-1].item()
+    steps = speculate(target, proposer, rule, ending, anchor, stream=stream, keep_cache=keep_cache)
+    try:
+        for number, step in enumerate(steps):
+            if number == 0:
+                request.progress(total, total)
+            if number % 64 == 0:
+                mx.clear_cache()
+            yield step
+    finally:
+        steps.close()
+
+
+def encode(model: nn.Module, tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> mx.array:
+    """The prompt as tokens, int [n], by mlx-lm's rule for special tokens; DFlashError when it cannot be decoded."""
+    if isinstance(prompt, str):
+        add_special_tokens = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+        prompt = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    tokens = prompt if isinstance(prompt, mx.array) else mx.array(list(prompt), dtype=mx.int32)
+    if tokens.size == 0:
+        raise DFlashError("The prompt is empty; give at least one token.")
+    if tokens.ndim != 1:
+        raise DFlashError(f"The prompt has shape {tuple(tokens.shape)}; give one sequence of tokens.")
+    limit = context_size(model)
+    if limit is not None and tokens.size >= limit:
+        raise DFlashError(
+            f"The prompt has {tokens.size} tokens but the target's context is {limit}; shorten the prompt."
+        )
+    return tokens
+
+
+def context_size(model: nn.Module) -> int | None:
+    """Positions the target was made for; None where its config does not say or stretches them."""
+    args = getattr(model, "args", None)
+    if getattr(args, "rope_scaling", None) or getattr(args, "rope_parameters", None):
+        return None
+    limit = getattr(args, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def checked_block_size(draft: DFlashDraft, block_size: int | None, num_draft_tokens: int | None) -> int:
+    """The nodes of a proposal; DFlashError outside 1..the draft's own block size."""
+    if block_size is None and num_draft_tokens is not None:
+        block_size = num_draft_tokens + 1
+    if block_size is None:
+        return draft.block_size
+    if not 1 <= block_size <= draft.block_size:
+        raise DFlashError(
+            f"block_size {block_size} is outside 1..{draft.block_size}, the block this draft was trained for; "
+            "choose a smaller one or leave it out."
+        )
+    return block_size

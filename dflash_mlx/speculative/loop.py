@@ -1,0 +1,115 @@
+"""The one loop: verify, accept, commit, propose, yield; chain and tree, greedy and sampled, any proposer.
+
+At every yield the state is consistent: the round is committed and the next draft is on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..targets.target import Target
+from .accept import AcceptanceRule, along
+from .ending import Ending
+from .proposal import Proposal
+from .proposers import Proposer
+
+
+@dataclass
+class Step:
+    """One round, already committed.
+
+    tokens: the accepted draft tokens, then the bonus token, unless the output ended before it. logprobs: the
+    target's, lazy [len(tokens), V]. num_accepted: draft tokens among them. width: rows verified. rows: rows that
+    went into the caches, the anchor's first. finish_reason: "stop" or "length" on the last round. taken: how many
+    of the tokens the consumer used; one who stops early lowers it before closing the loop.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: mx.array
+    num_accepted: int
+    width: int
+    rows: int
+    finish_reason: str | None
+    taken: int
+
+
+def speculate(
+    target: Target,
+    proposer: Proposer,
+    rule: AcceptanceRule,
+    ending: Ending,
+    anchor: int,
+    *,
+    stream: mx.Stream,
+    keep_cache: bool = True,
+) -> Iterator[Step]:
+    """Decode behind `anchor`, the prompt's last token, which is not in the caches yet.
+
+    When the iterator ends, fails or is closed, the caches hold what stood before, the anchor, and the tokens taken.
+    `keep_cache=False` says that nobody will look: the forward of a pending bonus token is then saved.
+    """
+    step: Step | None = None  # the round handed out last; None while one is under way
+    try:
+        with mx.stream(stream):
+            proposal = Proposal.single(anchor)
+        while True:
+            with mx.stream(stream):
+                verification = target.verify(proposal)
+                acceptance = rule(proposal, verification)
+                kept, finish_reason = ending.cut(acceptance.tokens)
+                path = acceptance.path[: kept + 1]
+                target.commit(path)
+                width = proposal.block.size
+                if not acceptance.draft_finite:
+                    proposer.mend()
+                if finish_reason is None:
+                    proposer.extend(along(proposal.tokens[0], path), _committed(verification.hidden, path))
+                    proposal = proposer.propose(acceptance.bonus_token, target.widest(ending.remaining))
+                    mx.async_eval(proposal.tokens, proposer.arrays())
+            num_accepted = min(kept, acceptance.num_accepted)
+            step = Step(
+                acceptance.tokens[:kept], acceptance.logprobs, num_accepted, width, len(path), finish_reason, kept
+            )
+            yield step
+            if finish_reason is not None:
+                return
+            target.seal()
+            anchor, step = acceptance.bonus_token, None
+    finally:
+        with mx.stream(stream):
+            _settle(target, step, anchor, keep_cache)
+
+
+def _committed(hidden: mx.array | None, path: tuple[int, ...]) -> mx.array | None:
+    return None if hidden is None else along(hidden[0], path)[None]
+
+
+def _settle(target: Target, step: Step | None, anchor: int, keep_cache: bool) -> None:
+    """Bring the caches to the tokens taken and hand them back as mlx-lm's own."""
+    pending: int | None = None
+    if step is None:  # the round failed half way
+        target.abort()
+        pending = anchor
+    else:
+        rows = min(1 + step.taken, step.rows)
+        if rows < step.rows:
+            target.rewind(rows)
+        if step.taken == step.rows:
+            pending = step.tokens[-1]
+    if keep_cache and pending is not None:
+        _run(target, pending)
+    target.finish()
+
+
+def _run(target: Target, token: int) -> None:
+    """Commit one token whose choice is already made."""
+    try:
+        verification = target.verify(Proposal.single(token))
+        mx.eval(verification.logits)
+        target.commit((0,))
+    except BaseException:
+        target.abort()
+        raise
