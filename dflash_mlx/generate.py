@@ -197,10 +197,10 @@ def _speculative(
     )
     proposer = DraftProposer(draft, target, block_size=size, sampler=sampler)
     text = TextStream(tokenizer.detokenizer, stops)
-    return _respond(target, proposer, request, text, bool(stops), stream, keep_cache)
+    return respond(target, proposer, request, text, bool(stops), stream, keep_cache)
 
 
-def _respond(
+def respond(
     target: Target,
     proposer: Proposer,
     request: Request,
