@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 import mlx.core as mx
-from mlx.utils import tree_map
+from mlx.utils import tree_map_with_path
 
 VOCAB = 97
 HIDDEN = 32
@@ -84,15 +84,17 @@ def build(architecture: str, config: dict | None = None, *, dtype: mx.Dtype = mx
     args = module.ModelArgs.from_dict({"model_type": architecture, **config})
     mx.random.seed(seed)
     model = module.Model(args)
-    model.update(tree_map(lambda p: _random_like(p, dtype), model.parameters()))
+    model.update(tree_map_with_path(lambda name, p: _random_like(name, p, dtype), model.parameters()))
     model.eval()
     mx.eval(model.parameters())
     return model
 
 
-def _random_like(parameter: mx.array, dtype: mx.Dtype) -> mx.array:
+def _random_like(name: str, parameter: mx.array, dtype: mx.Dtype) -> mx.array:
     if not mx.issubdtype(parameter.dtype, mx.floating):
         return parameter
+    if name.endswith("bias"):
+        return (0.1 * mx.random.normal(parameter.shape)).astype(dtype)
     if parameter.ndim < 2:
         return (1 + 0.1 * mx.random.normal(parameter.shape)).astype(dtype)
     return (mx.random.normal(parameter.shape) * (1.5 / parameter.shape[-1] ** 0.5)).astype(dtype)
