@@ -66,6 +66,15 @@ class Taps:
         return hidden
 
 
+ROPE_NAMES = {"rope", "rotary_emb", "index_rope"}
+
+
+def rope_swaps(model: nn.Module) -> Swaps:
+    """Every rope module of the model with its tree subclass."""
+    ropes = {id(m): m for name, m in model.named_modules() if name.rpartition(".")[2] in ROPE_NAMES}
+    return [(rope, tree_rope(type(rope))) for rope in ropes.values()]
+
+
 @lru_cache(maxsize=None)
 def tree_rope(base: type) -> type:
     """The subclass of a rope class that rotates every row of a tree by its own position.

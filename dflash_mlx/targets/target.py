@@ -18,7 +18,7 @@ from mlx_lm.models.cache import KVCache
 from ..cache import Block, BlockCache, carry
 from ..errors import TargetStateError
 from .anatomy import Anatomy, dissect
-from .instrument import Swaps, Taps, swapped
+from .instrument import Swaps, Taps, rope_swaps, swapped
 from .verification import Verification
 
 
@@ -202,8 +202,13 @@ class Target:
             cache.open(block)
             self._opened.append(cache)
 
+    @cached_property
+    def _tree_swaps(self) -> Swaps:
+        return [*self._taps.swaps, *rope_swaps(self.model)]
+
     def _swaps(self, block: Block) -> Swaps:
-        return self._taps.swaps
+        """A chain takes the stock path: an integer offset, the stock mask and kernels."""
+        return self._taps.swaps if block.is_chain else self._tree_swaps
 
     def _quantize_where_due(self) -> None:
         if self._kv_quantization is None:
