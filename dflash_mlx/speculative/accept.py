@@ -59,11 +59,15 @@ def follow(block: Block, tokens: mx.array, chosen: mx.array) -> mx.array:
     return mx.argmax(mx.where(reached, block.depth_array + 1, 0))
 
 
-def read(proposal: Proposal, node: mx.array, bonus: mx.array, logprobs: mx.array) -> Acceptance:
-    """The round's one host sync: the node reached, the bonus token and the proposal's tokens in one array."""
+def pack(proposal: Proposal, node: mx.array, bonus: mx.array) -> mx.array:
+    """All that the host has to know of a round in one int array, so that reading it is the round's one sync."""
     finite = mx.array(True) if proposal.finite is None else proposal.finite
     scalars = mx.stack([node.astype(mx.int32), bonus.astype(mx.int32), finite.astype(mx.int32)])
-    last, bonus_token, draft_finite, *tokens = mx.concatenate([scalars, proposal.tokens[0]]).tolist()
+    return mx.concatenate([scalars, proposal.tokens[0]])
+
+
+def unpack(proposal: Proposal, packed: mx.array, logprobs: mx.array) -> Acceptance:
+    last, bonus_token, draft_finite, *tokens = packed.tolist()
     path = proposal.block.path_to(last)
     return Acceptance(path, (*(tokens[i] for i in path[1:]), bonus_token), along(logprobs, path), bool(draft_finite))
 
@@ -101,19 +105,35 @@ class History:
             self._tokens = mx.concatenate([self._tokens, along(proposal.tokens[0], path)])
 
 
-class WalkRule:
-    """Choose the target's token at every node in graph, then follow the child that holds it; exact for any tree."""
+class GraphRule:
+    """A rule whose decision is made in graph; subclasses say how."""
 
     def __init__(self, sampler: SamplerFunction, history: History):
         self._sampler, self._history = sampler, history
 
     def __call__(self, proposal: Proposal, verification: Verification) -> Acceptance:
-        logprobs = self._history.logprobs(proposal, verification)
-        chosen = self._choose(logprobs)
-        node = follow(proposal.block, proposal.tokens[0], chosen)
-        acceptance = read(proposal, node, chosen[node], logprobs)
+        packed, logprobs = self.graph(proposal, verification)
+        acceptance = unpack(proposal, packed, logprobs)
         self._history.extend(proposal, acceptance.path)
         return acceptance
+
+    def graph(self, proposal: Proposal, verification: Verification) -> tuple[mx.array, mx.array]:
+        """The packed outcome and the processed log-probabilities [N, V], both lazy."""
+        logprobs = self._history.logprobs(proposal, verification)
+        return pack(proposal, *self._decide(proposal, logprobs)), logprobs
+
+    def _decide(self, proposal: Proposal, logprobs: mx.array) -> tuple[mx.array, mx.array]:
+        """The last accepted node and the bonus token, both 0-d."""
+        raise NotImplementedError
+
+
+class WalkRule(GraphRule):
+    """Choose the target's token at every node, then follow the child that holds it; exact for any tree."""
+
+    def _decide(self, proposal: Proposal, logprobs: mx.array) -> tuple[mx.array, mx.array]:
+        chosen = self._choose(logprobs)
+        node = follow(proposal.block, proposal.tokens[0], chosen)
+        return node, chosen[node]
 
     def _choose(self, logprobs: mx.array) -> mx.array:
         if is_greedy(self._sampler) or isinstance(self._sampler, Sampler):
@@ -122,25 +142,17 @@ class WalkRule:
         return mx.concatenate([self._sampler(row[None]) for row in logprobs])
 
 
-class RatioRule:
+class RatioRule(WalkRule):
     """Rejection sampling along a chain of sampled draft tokens (Leviathan et al. 2023, algorithm 1).
 
     Accept x with probability min(1, target_probs(x) / draft_probs(x)); at the first rejection draw the bonus token
     from the normalised positive part of target_probs − draft_probs; after the last node from target_probs.
     """
 
-    def __init__(self, sampler: Sampler, history: History):
-        self._sampler, self._history = sampler, history
-        self._walk = WalkRule(sampler, history)
-
-    def __call__(self, proposal: Proposal, verification: Verification) -> Acceptance:
+    def _decide(self, proposal: Proposal, logprobs: mx.array) -> tuple[mx.array, mx.array]:
         if proposal.draft_probs is None:
-            return self._walk(proposal, verification)
-        logprobs = self._history.logprobs(proposal, verification)
-        node, bonus = ratio_accept(proposal.tokens[0, 1:], self._sampler.probs(logprobs), proposal.draft_probs)
-        acceptance = read(proposal, node, bonus, logprobs)
-        self._history.extend(proposal, acceptance.path)
-        return acceptance
+            return super()._decide(proposal, logprobs)
+        return ratio_accept(proposal.tokens[0, 1:], self._sampler.probs(logprobs), proposal.draft_probs)
 
 
 def ratio_accept(draft_tokens: mx.array, target_probs: mx.array, draft_probs: mx.array) -> tuple[mx.array, mx.array]:
