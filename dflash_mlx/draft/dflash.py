@@ -1,0 +1,187 @@
+"""A DFlash draft proposes a whole block in one forward, from the target's hidden states of committed tokens.
+
+One Qwen3-style network (DFlash, Z Lab): queries come from the block [anchor, mask, ..]; keys and values from the
+committed tokens' projected target hidden states and from the block itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.rope_utils import initialize_rope
+
+from .config import DraftConfig
+from .context import DraftContext
+
+# Drafts lose acceptance beyond the contexts they were trained on; a window of this many tokens restores it.
+CONTEXT_LIMIT = 4096
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Attention(nn.Module):
+    """The parts of a layer's attention that only the block needs; K/V projections of all layers are stacked."""
+
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        width = config.num_attention_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class DFlashDraft(nn.Module):
+    """DFlash 1.
+
+    The rows of `kv_proj` are [k of layer 0, v of layer 0, k of layer 1, ..]: one matmul gives the K/V of committed
+    tokens for all layers, and a layer's own rows give the K/V of the block.
+    """
+
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.capture_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self._kv_width = config.num_key_value_heads * config.head_dim
+        kv_rows = 2 * config.num_hidden_layers * self._kv_width
+        self.kv_proj = nn.Linear(config.hidden_size, kv_rows, bias=config.attention_bias)
+        self.layers = [Layer(config) for _ in range(config.num_hidden_layers)]
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rope = initialize_rope(
+            dims=config.head_dim,
+            base=config.rope_theta,
+            traditional=False,
+            scaling_config=config.rope_scaling,
+            max_position_embeddings=config.max_position_embeddings,
+        )
+
+    @property
+    def block_size(self) -> int:
+        return self.config.block_size
+
+    @property
+    def mask_token_id(self) -> int:
+        return self.config.mask_token_id
+
+    @property
+    def capture_layer_ids(self) -> tuple[int, ...]:
+        return self.config.capture_layer_ids
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The type of its activations."""
+        return self.norm.weight.dtype
+
+    def make_context(self, position: int = 0) -> DraftContext:
+        """An empty context; `position` counts the tokens of the target that the draft will never see."""
+        windows = [self.config.window(i) for i in range(self.config.num_hidden_layers)]
+        whole = min(self.config.max_position_embeddings, CONTEXT_LIMIT)
+        limit = max(whole if window is None else window - 1 for window in windows)
+        return DraftContext(self.config.num_hidden_layers, limit, position)
+
+    def extend(self, context: DraftContext, target_hidden: mx.array) -> None:
+        """Add n committed tokens, target_hidden [1, n, n_captured × E]; lazy."""
+        skipped = max(0, target_hidden.shape[1] - context.limit)
+        features = self.hidden_norm(self.fc(target_hidden[:, skipped:].astype(self.dtype)))
+        rows = features.shape[1]
+        context.reserve(rows + self.block_size)
+        kv = self.kv_proj(features)
+        for i, layer in enumerate(self.layers):
+            kv_of_layer = kv[..., 2 * i * self._kv_width : 2 * (i + 1) * self._kv_width]
+            context.write(i, *self._keys_values(layer, kv_of_layer, context.position + skipped))
+        context.advance(rows, skipped)
+
+    def __call__(self, inputs: mx.array, context: DraftContext) -> mx.array:
+        """Embedded block [1, L, E] at positions context.position.. to normed hidden [1, L, E]."""
+        context.reserve(inputs.shape[1])
+        x = inputs.astype(self.dtype)
+        for i, layer in enumerate(self.layers):
+            x = x + self._attend(i, layer, layer.input_layernorm(x), context)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.norm(x)
+
+    def embed(self, tokens: mx.array, target_embed: Callable[[mx.array], mx.array]) -> mx.array:
+        """Tokens [1, L] to the block's inputs [1, L, E]; the draft's own embedding where it has one."""
+        embedded = (self["embed_tokens"] if "embed_tokens" in self else target_embed)(tokens)
+        scale = self.config.input_embedding_scale
+        return embedded if scale == 1.0 else embedded * scale
+
+    def logits(self, hidden: mx.array, target_head: Callable[[mx.array], mx.array]) -> mx.array:
+        """Normed hidden [1, L, E] to logits [1, L, V]; the draft's own head where it has one."""
+        logits = (self["lm_head"] if "lm_head" in self else target_head)(hidden)
+        if self.config.output_multiplier != 1.0:
+            logits = logits * self.config.output_multiplier
+        cap = self.config.final_logit_softcapping
+        return mx.tanh(logits / cap) * cap if cap else logits
+
+    def _attend(self, i: int, layer: Layer, x: mx.array, context: DraftContext) -> mx.array:
+        config, attention = self.config, layer.self_attn
+        length = x.shape[1]
+        queries = attention.q_proj(x).reshape(1, length, config.num_attention_heads, config.head_dim)
+        queries = self.rope(attention.q_norm(queries).transpose(0, 2, 1, 3), offset=context.position)
+        context.write(i, *self._keys_values(layer, self._block_kv(i, x), context.position))
+        window = config.window(i)
+        first = 0 if window is None else max(0, context.size - (window - 1))
+        first = max(first, context.size - context.limit)
+        keys, values = context.read(i, first, length)
+        mask = _block_mask(length, context.size - first, window, config.causal(i))
+        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=config.head_dim**-0.5, mask=mask)
+        return attention.o_proj(out.transpose(0, 2, 1, 3).reshape(1, length, -1))
+
+    def _keys_values(self, layer: Layer, kv: mx.array, position: int) -> tuple[mx.array, mx.array]:
+        """Projected rows [1, n, 2 × kv width] to normed, rotated keys and values, each [1, H, n, D]."""
+        shape = (1, kv.shape[1], self.config.num_key_value_heads, self.config.head_dim)
+        keys = layer.self_attn.k_norm(kv[..., : self._kv_width].reshape(shape)).transpose(0, 2, 1, 3)
+        values = kv[..., self._kv_width :].reshape(shape).transpose(0, 2, 1, 3)
+        return self.rope(keys, offset=position), values
+
+    def _block_kv(self, i: int, x: mx.array) -> mx.array:
+        """One layer's rows of the stacked projection; the slices are views, nothing is copied."""
+        kv_proj, rows = self.kv_proj, slice(2 * i * self._kv_width, 2 * (i + 1) * self._kv_width)
+        if isinstance(kv_proj, nn.QuantizedLinear):
+            biases = kv_proj.get("biases")
+            out = mx.quantized_matmul(
+                x,
+                kv_proj.weight[rows],
+                scales=kv_proj.scales[rows],
+                biases=None if biases is None else biases[rows],
+                transpose=True,
+                group_size=kv_proj.group_size,
+                bits=kv_proj.bits,
+                mode=kv_proj.mode,
+            )
+        else:
+            out = x @ kv_proj.weight[rows].T
+        return out + kv_proj.bias[rows] if "bias" in kv_proj else out
+
+
+def _block_mask(length: int, context: int, window: int | None, causal: bool) -> mx.array | str | None:
+    """What the block's rows see of [context | block]; no array where the fast path's own masks will do."""
+    if window is None or context + length <= window:
+        return "causal" if causal else None
+    row, column = context + mx.arange(length)[:, None], mx.arange(context + length)[None]
+    in_block = column >= context
+    return ((row - column < window) & ~in_block) | (in_block & (column <= row) if causal else in_block)
