@@ -1,0 +1,363 @@
+"""Flags to one call per subcommand; errors become one sentence and an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import setup_arg_parser
+from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache
+
+from . import check, demo, doctor, machine
+from .bench.prompts import PROMPTS, Prompt
+from .bench.report import run_bench, table
+from .default_pair import default_draft_path, default_target_path
+from .draft import DFlashDraft
+from .errors import DFlashError, TargetStateError, UnsupportedOptionError
+from .generate import generate, stream_generate
+from .load import load, load_draft
+from .speculative.sampling import Sampler, make_sampler
+
+DEFAULT = "default"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; 0 when it did what was asked, 1 when a check failed, 2 for bad input."""
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except (DFlashError, TargetStateError, NotImplementedError) as error:
+        print(f"dflash-mlx: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dflash-mlx", description="DFlash speculative decoding for MLX: mlx-lm's output in fewer target forwards."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser(
+        "generate",
+        help="text from a prompt; mlx_lm.generate's flags and a draft",
+        parents=[setup_arg_parser()],
+        add_help=False,
+        conflict_handler="resolve",
+    )
+    _add_draft(command)
+    command.add_argument("--draft-model", dest="draft", default=argparse.SUPPRESS, help="The same as --draft.")
+    command.add_argument("--num-draft-tokens", type=int, default=None, help="The same as --block-size minus 1.")
+    command.add_argument("--stop", action="append", default=[], help="Text that ends the output (repeatable).")
+    command.add_argument("--json", action="store_true", help="Print one JSON line instead of the text.")
+    command.set_defaults(run=run_generate)
+
+    command = commands.add_parser("check", help="prove that speculation changes nothing; exit status 0 when it does not")
+    _add_model(command)
+    command.add_argument("--temp", type=float, default=0.0, help="0: same tokens; above: same distribution.")
+    command.add_argument("--top-p", type=float, default=1.0)
+    command.add_argument("--top-k", type=int, default=0)
+    command.add_argument("--min-p", type=float, default=0.0)
+    command.add_argument("--seed", type=int, default=0)
+    _add_prompts(command)
+    command.set_defaults(run=run_check)
+
+    command = commands.add_parser("bench", help="plain and speculative decoding side by side")
+    _add_model(command)
+    command.add_argument("--block-sizes", default=None, help="Comma-separated; the draft's 4, 8, 16 by default.")
+    command.add_argument("--no-costs", action="store_true", help="Leave out the parts of a round.")
+    _add_prompts(command)
+    command.set_defaults(run=run_bench_command)
+
+    command = commands.add_parser("demo", help="one prompt, decoded both ways")
+    _add_model(command)
+    command.add_argument("--prompt", "-p", default="Write a Python function that reverses a string.")
+    command.add_argument("--max-tokens", "-m", type=int, default=128)
+    command.add_argument("--json", action="store_true")
+    command.set_defaults(run=run_demo)
+
+    command = commands.add_parser("doctor", help="what is slow or wrong on this machine")
+    command.add_argument("--json", action="store_true")
+    command.set_defaults(run=run_doctor)
+    return parser
+
+
+def _add_draft(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--draft",
+        default=None,
+        help="A DFlash draft (directory or repository), or 'none'. The default target has a default draft.",
+    )
+    command.add_argument("--block-size", type=int, default=None, help="Nodes of a proposal, the anchor included.")
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", default=None, help="Directory or repository of the target; the default pair's if left out.")
+    _add_draft(command)
+
+
+def _add_prompts(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--prompts", type=Path, default=None, help="A text file, one prompt a line; built-in ones if left out.")
+    command.add_argument("--num-prompts", type=int, default=None, help="Use the first so many, spread over the kinds.")
+    command.add_argument("--max-tokens", "-m", type=int, default=None)
+    command.add_argument("--json", action="store_true", help="Print one JSON line.")
+
+
+def cache_dir() -> Path | None:
+    """The user's override of the cache directory, the only place where it is read."""
+    value = os.environ.get("DFLASH_MLX_CACHE")
+    return Path(value).expanduser() if value else None
+
+
+def load_pair(args: argparse.Namespace, **options: Any) -> tuple[Any, Any, dict, DFlashDraft | None]:
+    """Target, tokenizer, config and draft that the flags name; draft None means that speculation is not running."""
+    name = getattr(args, "model", None)
+    path = str(default_target_path(cache_dir())) if name in (None, DEFAULT) else name
+    model, tokenizer, config = load(path, return_config=True, **options)
+    for note in machine.slowness(model):
+        print(f"Note: {note}", file=sys.stderr)
+    chosen = args.draft or (DEFAULT if name in (None, DEFAULT) else "none")
+    if chosen == "none":
+        if args.draft is None:
+            print("Speculation is not running: no draft was given; name one with --draft.", file=sys.stderr)
+        return model, tokenizer, config, None
+    draft = load_draft(default_draft_path() if chosen == DEFAULT else chosen, target=model)
+    return model, tokenizer, config, draft
+
+
+def load_speculative_pair(args: argparse.Namespace) -> tuple[Any, Any, DFlashDraft]:
+    if args.draft == "none" or (args.draft is None and args.model not in (None, DEFAULT)):
+        raise DFlashError("This command compares with a draft; name one with --draft.")
+    model, tokenizer, _, draft = load_pair(args)
+    assert draft is not None
+    return model, tokenizer, draft
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    if args.image:
+        raise UnsupportedOptionError("--image is not supported with a draft; use mlx_lm.generate for images.")
+    if not 0 < args.top_p <= 1:
+        raise DFlashError(f"--top-p {args.top_p} is outside (0, 1]; use 1 to switch it off.")
+    if args.seed is not None:
+        mx.random.seed(args.seed)
+    prompt_cache, metadata = _load_prompt_cache(args)
+    tokenizer_config = json.loads(metadata.get("tokenizer_config", "{}"))
+    tokenizer_config["trust_remote_code"] = args.trust_remote_code
+    model, tokenizer, _, draft = load_pair(
+        args,
+        adapter_path=args.adapter_path,
+        tokenizer_config=tokenizer_config,
+        model_config={"quantize_activations": args.quantize_activations},
+        trust_remote_code=args.trust_remote_code,
+    )
+    for token in args.extra_eos_token:
+        tokenizer.add_eos_token(token)
+    options = {
+        "max_tokens": args.max_tokens,
+        "sampler": _sampler(args, tokenizer),
+        "max_kv_size": args.max_kv_size,
+        "prefill_step_size": args.prefill_step_size,
+        "prompt_cache": prompt_cache,
+        "kv_bits": args.kv_bits,
+        "kv_group_size": args.kv_group_size,
+        "quantized_kv_start": args.quantized_kv_start,
+        "draft_model": draft,
+        "stop": args.stop,
+    }
+    if draft is not None:
+        options |= {"block_size": args.block_size, "num_draft_tokens": args.num_draft_tokens}
+    prompt = encode_prompt(args, tokenizer, prompt_cache is not None)
+    if args.json:
+        _print_json(model, tokenizer, prompt, options)
+        return 0
+    text = generate(model, tokenizer, prompt, verbose=args.verbose, **options)
+    if not args.verbose:
+        print(text)
+    return 0
+
+
+def _print_json(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, Any]) -> None:
+    responses = list(stream_generate(model, tokenizer, prompt, **options))
+    last = responses[-1]
+    statistics = getattr(last, "statistics", None)
+    result = {
+        "text": "".join(r.text for r in responses),
+        "finish_reason": last.finish_reason,
+        "prompt_tokens": last.prompt_tokens,
+        "prompt_tokens_per_s": last.prompt_tps,
+        "generation_tokens": last.generation_tokens,
+        "generation_tokens_per_s": last.generation_tps,
+        "from_draft": sum(r.from_draft for r in responses),
+        "peak_bytes": int(last.peak_memory * 1e9),
+        "speculation": statistics.summary() if statistics else None,
+    }
+    print(json.dumps(result))
+
+
+def _sampler(args: argparse.Namespace, tokenizer: Any) -> Any:
+    return make_sampler(
+        args.temp,
+        args.top_p,
+        args.min_p,
+        args.min_tokens_to_keep,
+        top_k=args.top_k,
+        xtc_probability=args.xtc_probability,
+        xtc_threshold=args.xtc_threshold,
+        xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
+    )
+
+
+def _load_prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict[str, str]]:
+    """mlx-lm's rules for a cache file: it brings its model along, and kv flags must agree with it."""
+    if args.prompt_cache_file is None:
+        return None, {}
+    try:
+        cache, metadata = load_prompt_cache(args.prompt_cache_file, return_metadata=True)
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        raise DFlashError(
+            f"--prompt-cache-file {args.prompt_cache_file} cannot be read ({error}); make it with mlx_lm.cache_prompt."
+        ) from error
+    if isinstance(cache[0], QuantizedKVCache):
+        for flag, given, held in (
+            ("--kv-bits", args.kv_bits, cache[0].bits),
+            ("--kv-group-size", args.kv_group_size, cache[0].group_size),
+        ):
+            if given is not None and given != held:
+                raise DFlashError(f"{flag} {given} does not match the {held} of {args.prompt_cache_file}; leave it out.")
+    if args.model not in (None, metadata["model"]):
+        raise DFlashError(
+            f"--model {args.model} is not the model of {args.prompt_cache_file} ({metadata['model']}); use that one."
+        )
+    args.model = metadata["model"]
+    return cache, metadata
+
+
+def encode_prompt(args: argparse.Namespace, tokenizer: Any, using_cache: bool) -> list[int]:
+    """The prompt as mlx_lm.generate builds it: stdin, chat template, system prompt, prefilled response, cached prefix."""
+    text = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+    text = sys.stdin.read() if text == "-" else text
+    if not text:
+        raise DFlashError("The prompt is empty; give --prompt some text.")
+    if args.ignore_chat_template or not tokenizer.has_chat_template:
+        return tokenizer.encode(text, add_special_tokens=True)
+    messages = [] if args.system_prompt is None else [{"role": "system", "content": args.system_prompt}]
+    messages.append({"role": "user", "content": text})
+    prefilled = args.prefill_response is not None
+    if prefilled:
+        messages.append({"role": "assistant", "content": args.prefill_response})
+
+    def templated(**extra: Any) -> str:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, continue_final_message=prefilled, add_generation_prompt=not prefilled, **extra
+        )
+
+    prompt = templated(**json.loads(args.chat_template_config or "{}"))
+    if using_cache:  # the part before the user's words is in the cache
+        messages[-1]["content"] = "<query>"
+        prompt = prompt[templated().index("<query>") :]
+    return tokenizer.encode(prompt, add_special_tokens=False)
+
+
+def _prompts(args: argparse.Namespace) -> list[Prompt]:
+    prompts = list(PROMPTS)
+    if args.prompts is not None:
+        try:
+            lines = args.prompts.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DFlashError(f"--prompts {args.prompts} cannot be read ({error}); give a text file.") from error
+        prompts = [Prompt("own", line.strip()) for line in lines if line.strip()]
+        if not prompts:
+            raise DFlashError(f"--prompts {args.prompts} holds no prompt; write one a line.")
+    if args.num_prompts is None:
+        return prompts
+    if args.num_prompts < 1:
+        raise DFlashError(f"--num-prompts is {args.num_prompts}; use 1 or more.")
+    step = max(1, len(prompts) // args.num_prompts)
+    return prompts[::step][: args.num_prompts]
+
+
+def _encode_all(tokenizer: Any, prompts: list[Prompt]) -> list[list[int]]:
+    if not tokenizer.has_chat_template:
+        return [tokenizer.encode(p.text) for p in prompts]
+    chats = ([{"role": "user", "content": p.text}] for p in prompts)
+    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
+
+
+def run_check(args: argparse.Namespace) -> int:
+    prompts = _prompts(args)
+    if not 0 < args.top_p <= 1:
+        raise DFlashError(f"--top-p {args.top_p} is outside (0, 1]; use 1 to switch it off.")
+    sampler = make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k)
+    model, tokenizer, draft = load_speculative_pair(args)
+    encoded = _encode_all(tokenizer, prompts)
+    options = {"block_size": args.block_size, "progress": not args.json, "max_tokens": args.max_tokens or 64}
+    mx.random.seed(args.seed)
+    if isinstance(sampler, Sampler):
+        result = check.check_sampling(model, tokenizer, draft, encoded, sampler, **options)
+    else:
+        result = check.check_greedy(model, tokenizer, draft, encoded, **options)
+    print(json.dumps(result | {"versions": machine.versions()}) if args.json else check.render(result))
+    return 0 if result["lossless"] else 1
+
+
+def run_bench_command(args: argparse.Namespace) -> int:
+    prompts = _prompts(args)
+    model, tokenizer, draft = load_speculative_pair(args)
+    result = run_bench(
+        model,
+        tokenizer,
+        draft,
+        prompts,
+        block_sizes=_block_sizes(args, draft),
+        max_tokens=args.max_tokens or 128,
+        costs=not args.no_costs,
+        progress=not args.json,
+    )
+    result["command"] = "dflash-mlx " + " ".join(sys.argv[1:])
+    print(json.dumps(result) if args.json else table(result))
+    return 0
+
+
+def _block_sizes(args: argparse.Namespace, draft: DFlashDraft) -> list[int]:
+    if args.block_size is not None:
+        return [args.block_size]
+    if args.block_sizes is None:
+        return [size for size in (4, 8, 16) if size <= draft.block_size] or [draft.block_size]
+    try:
+        return [int(size) for size in args.block_sizes.split(",")]
+    except ValueError:
+        raise DFlashError(f"--block-sizes {args.block_sizes!r} is not a list like 4,8,16.") from None
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    if not args.prompt.strip():
+        raise DFlashError("The prompt is empty; give --prompt some text.")
+    model, tokenizer, draft = load_speculative_pair(args)
+
+    def write(text: str) -> None:
+        if not args.json:
+            print(text, end="", flush=True)
+
+    result = demo.demo(
+        model, tokenizer, draft, args.prompt, block_size=args.block_size, max_tokens=args.max_tokens, write=write
+    )
+    print(json.dumps(result) if args.json else "\n\n" + demo.render(result))
+    return 0
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    facts = doctor.report(cache_dir())
+    print(json.dumps(facts) if args.json else doctor.render(facts))
+    return 0
+
+
