@@ -13,8 +13,7 @@ from .generate import GenerationResponse, generate, stream_generate
 from .load import load, load_draft
 from .speculative.sampling import make_sampler
 from .speculative.statistics import Statistics
-
-__version__ = "0.1.0"
+from .version import __version__
 
 __all__ = [
     "CheckpointError",
@@ -26,6 +25,7 @@ __all__ = [
     "TargetStateError",
     "UnsupportedOptionError",
     "UnsupportedTargetError",
+    "__version__",
     "generate",
     "load",
     "load_draft",

@@ -47,9 +47,7 @@ def check_greedy(
     results = []
     for prompt in tqdm(prompts, desc="prompts", disable=not progress):
         plain = [r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=max_tokens)]
-        responses = list(
-            stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, draft_model=draft, **options)
-        )
+        responses = list(stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, draft_model=draft, **options))
         result = compare(model, prompt, plain, [r.token for r in responses])
         statistics = responses[-1].statistics  # type: ignore[attr-defined]
         results.append(result | {"acceptance_length": statistics.acceptance_length})

@@ -62,7 +62,9 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="Print one JSON line instead of the text.")
     command.set_defaults(run=run_generate)
 
-    command = commands.add_parser("check", help="prove that speculation changes nothing; exit status 0 when it does not")
+    command = commands.add_parser(
+        "check", help="prove that speculation changes nothing; exit status 0 when it does not"
+    )
     _add_model(command)
     command.add_argument("--temp", type=float, default=0.0, help="0: same tokens; above: same distribution.")
     command.add_argument("--top-p", type=float, default=1.0)
@@ -102,12 +104,16 @@ def _add_draft(command: argparse.ArgumentParser) -> None:
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", default=None, help="Directory or repository of the target; the default pair's if left out.")
+    command.add_argument(
+        "--model", default=None, help="Directory or repository of the target; the default pair's if left out."
+    )
     _add_draft(command)
 
 
 def _add_prompts(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--prompts", type=Path, default=None, help="A text file, one prompt a line; built-in ones if left out.")
+    command.add_argument(
+        "--prompts", type=Path, default=None, help="A text file, one prompt a line; built-in ones if left out."
+    )
     command.add_argument("--num-prompts", type=int, default=None, help="Use the first so many, spread over the kinds.")
     command.add_argument("--max-tokens", "-m", type=int, default=None)
     command.add_argument("--json", action="store_true", help="Print one JSON line.")
@@ -233,7 +239,9 @@ def _load_prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict
             ("--kv-group-size", args.kv_group_size, cache[0].group_size),
         ):
             if given is not None and given != held:
-                raise DFlashError(f"{flag} {given} does not match the {held} of {args.prompt_cache_file}; leave it out.")
+                raise DFlashError(
+                    f"{flag} {given} does not match the {held} of {args.prompt_cache_file}; leave it out."
+                )
     if args.model not in (None, metadata["model"]):
         raise DFlashError(
             f"--model {args.model} is not the model of {args.prompt_cache_file} ({metadata['model']}); use that one."
@@ -243,7 +251,7 @@ def _load_prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict
 
 
 def encode_prompt(args: argparse.Namespace, tokenizer: Any, using_cache: bool) -> list[int]:
-    """The prompt as mlx_lm.generate builds it: stdin, chat template, system prompt, prefilled response, cached prefix."""
+    """The prompt as mlx_lm.generate builds it, with stdin, chat template, prefilled response and cached prefix."""
     text = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
     text = sys.stdin.read() if text == "-" else text
     if not text:
@@ -359,5 +367,3 @@ def run_doctor(args: argparse.Namespace) -> int:
     facts = doctor.report(cache_dir())
     print(json.dumps(facts) if args.json else doctor.render(facts))
     return 0
-
-

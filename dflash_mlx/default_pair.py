@@ -204,7 +204,9 @@ def _renamed(name: str) -> str:
 
 
 def _config(metadata: dict[str, Any]) -> dict[str, Any]:
-    value = {name.removeprefix("llama."): v.item() for name, v in metadata.items() if isinstance(v, mx.array) and v.size == 1}
+    value = {
+        name.removeprefix("llama."): v.item() for name, v in metadata.items() if isinstance(v, mx.array) and v.size == 1
+    }
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

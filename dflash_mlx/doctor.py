@@ -56,7 +56,8 @@ def render(facts: dict[str, Any]) -> str:
         f"device        {facts['device']} ({facts['chip']}, {facts['cores']} cores, {gigabytes['memory_bytes']}), "
         f"Metal {'available' if facts['metal'] else 'not available'}",
         "versions      " + ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
-        f"matmul        {facts['matmul_gflops']} GFLOP/s float32" + (f", BLAS: {facts['blas']}" if facts["blas"] else ""),
+        f"matmul        {facts['matmul_gflops']} GFLOP/s float32"
+        + (f", BLAS: {facts['blas']}" if facts["blas"] else ""),
         f"cache         {facts['cache_directory']} ({gigabytes['cache_bytes']}, {gigabytes['cache_free_bytes']} free)",
         f"default pair  target {facts['default_target']}, draft shipped",
     ]

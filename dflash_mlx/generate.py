@@ -113,7 +113,13 @@ def stream_generate(
 
 
 def _plain(
-    model: nn.Module, tokenizer: Any, prompt: Any, max_tokens: int, stream: mx.Stream, stops: tuple[str, ...], kwargs: dict
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: Any,
+    max_tokens: int,
+    stream: mx.Stream,
+    stops: tuple[str, ...],
+    kwargs: dict,
 ) -> Iterator[PlainResponse]:
     """mlx-lm's own decoding, cut at stop strings."""
     responses = mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens, None, stream, **kwargs)
@@ -221,9 +227,7 @@ def respond(
                 now = time.perf_counter()
                 if not statistics.rounds:
                     prompt_tps, started = request.tokens.size / (now - started), now
-                statistics.rounds.append(
-                    Round(step.width, step.num_accepted, len(step.tokens), now - round_started)
-                )
+                statistics.rounds.append(Round(step.width, step.num_accepted, len(step.tokens), now - round_started))
                 for i, token in enumerate(step.tokens):
                     step.taken = i + 1
                     num_tokens += 1

@@ -29,7 +29,7 @@ def load(path_or_hf_repo: str, *args: Any, **kwargs: Any) -> Any:
         ) from error
 
 
-def load_draft(path_or_hf_repo: str, *, target: nn.Module | None = None, **kwargs: Any) -> DFlashDraft:
+def load_draft(path_or_hf_repo: str | Path, *, target: nn.Module | None = None, **kwargs: Any) -> DFlashDraft:
     """Load a DFlash draft in the published format; with `target`, check at once that it was made for it."""
     draft = _load_draft(path_or_hf_repo, **kwargs)
     if target is not None:

@@ -28,7 +28,9 @@ def request(prompt: list[int], num_tokens: int, *, sampler=None, processors=(), 
     )
 
 
-def run(model, prompt, proposer, num_tokens, *, cache=None, stop_after=None, stops=None, capture=(), target=None, **kw) -> Run:
+def run(
+    model, prompt, proposer, num_tokens, *, cache=None, stop_after=None, stops=None, capture=(), target=None, **kw
+) -> Run:
     """Decode `num_tokens`, or until the consumer stops in the middle of a round after `stop_after` tokens."""
     kv_quantization = kw.pop("kv_quantization", None)
     wanted = request(prompt, num_tokens, **kw)

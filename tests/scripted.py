@@ -13,7 +13,9 @@ class ScriptedProposer:
     corrupt_every: 0 proposes the truth, 1 only errors, n an error at every n-th token of the text.
     """
 
-    def __init__(self, text: list[int], vocab_size: int, *, block_size: int = 8, corrupt_every: int = 0, start: int = 0):
+    def __init__(
+        self, text: list[int], vocab_size: int, *, block_size: int = 8, corrupt_every: int = 0, start: int = 0
+    ):
         self._text, self._vocab_size = text, vocab_size
         self._block_size, self._corrupt_every = block_size, corrupt_every
         self.committed = start

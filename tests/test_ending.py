@@ -116,7 +116,11 @@ def test_responses_equal_mlx_lms(model, expected):
     assert len(plain) == len(ours)
     for a, b in zip(plain, ours, strict=True):
         assert (a.text, a.token, a.prompt_tokens, a.generation_tokens, a.finish_reason) == (
-            b.text, b.token, b.prompt_tokens, b.generation_tokens, b.finish_reason
+            b.text,
+            b.token,
+            b.prompt_tokens,
+            b.generation_tokens,
+            b.finish_reason,
         )
         assert mx.allclose(a.logprobs, b.logprobs, atol=1e-4)
     assert not any(r.from_draft for r in plain)

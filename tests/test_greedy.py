@@ -81,7 +81,7 @@ def test_cache_after_commit_equals_fresh_prefill(architecture, corrupt_every):
     for num_tokens in (1, 2, 9, 17):
         proposer = ScriptedProposer(PROMPT + expected, VOCAB, corrupt_every=corrupt_every)
         result = run(model, PROMPT, proposer, num_tokens)
-        cache, logits = fresh_prefill(model, PROMPT + expected[:num_tokens])
+        cache, _ = fresh_prefill(model, PROMPT + expected[:num_tokens])
         assert_same_caches(result.cache, cache)
         after = model(mx.array([[7]]), cache=result.cache)[0, -1]
         assert mx.allclose(after, model(mx.array([[7]]), cache=cache)[0, -1], atol=1e-4)
@@ -148,7 +148,9 @@ def test_rows_of_logits_and_top_n():
 
     logits = mx.random.normal((1, 5, VOCAB)).astype(mx.bfloat16)
     verification = Verification(logits, None)
-    assert verification.row(3).dtype == mx.float32 and mx.array_equal(verification.row(3), logits[0, 3].astype(mx.float32))
+    assert verification.row(3).dtype == mx.float32 and mx.array_equal(
+        verification.row(3), logits[0, 3].astype(mx.float32)
+    )
     values, ids = verification.top(4)
     assert mx.array_equal(values, mx.sort(logits.astype(mx.float32), axis=-1)[..., ::-1][..., :4])
     assert mx.array_equal(mx.take_along_axis(logits.astype(mx.float32), ids, axis=-1), values)

@@ -1,26 +1,30 @@
 """Sampling through the whole loop keeps the target's distribution, whatever the draft proposes."""
 
-import itertools
 import math
 
 import mlx.core as mx
 import pytest
 from mlx_lm import sample_utils
 from reference import plain_tokens
-from run import request, run
+from run import run
 from tiny import LLAMA, build
 
-from dflash_mlx.generate import decode
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.speculative.accept import StepwiseRule, make_rule, ratio_accept
 from dflash_mlx.speculative.proposal import Proposal
-from dflash_mlx.speculative.sampling import Sampler, is_stateless, make_sampler
+from dflash_mlx.speculative.sampling import is_stateless, make_sampler
 
 VOCAB = 7
 PROMPT = [1, 5, 2]
 NUM_TOKENS = 3
-SMALL = LLAMA | {"vocab_size": VOCAB, "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2,
-                 "num_key_value_heads": 1, "intermediate_size": 16}
+SMALL = LLAMA | {
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 16,
+}
 
 
 class NoisyProposer:
@@ -228,11 +232,20 @@ def test_ratio_rule_with_penalties_keeps_the_distribution():
 
 @pytest.mark.parametrize(
     "bad",
-    [{"temp": -0.1}, {"temp": math.nan}, {"top_p": 1.5}, {"top_p": -0.1}, {"min_p": 2}, {"top_k": -1},
-     {"xtc_probability": 2}, {"xtc_threshold": 0.9}, {"min_tokens_to_keep": 0}],
+    [
+        {"temp": -0.1},
+        {"temp": math.nan},
+        {"top_p": 1.5},
+        {"top_p": -0.1},
+        {"min_p": 2},
+        {"top_k": -1},
+        {"xtc_probability": 2},
+        {"xtc_threshold": 0.9},
+        {"min_tokens_to_keep": 0},
+    ],
 )
 def test_sampler_values_out_of_range_are_refused_by_name(bad):
-    (name, value), = bad.items()
+    ((name, value),) = bad.items()
     with pytest.raises(DFlashError, match=f"{'temperature' if name == 'temp' else name} {value}"):
         make_sampler(**bad)
 

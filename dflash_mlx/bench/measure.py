@@ -37,7 +37,8 @@ class Timed:
 
 
 def timed(responses: Any) -> Timed:
-    tokens, statistics, first = [], None, 0.0
+    tokens: list[int] = []
+    statistics, first = None, 0.0
     for response in responses:
         if not tokens:
             first = time.perf_counter()
@@ -133,7 +134,9 @@ class RoundBench:
         return built - started + committed - read
 
 
-def round_cost(model: nn.Module, tokenizer: Any, draft: DFlashDraft, block_size: int, prompts: Sequence[list[int]]) -> RoundCost:
+def round_cost(
+    model: nn.Module, tokenizer: Any, draft: DFlashDraft, block_size: int, prompts: Sequence[list[int]]
+) -> RoundCost:
     """Real rounds and their bare parts in turn, prompt by prompt."""
     rounds: list[float] = []
     targets, drafts, hosts = [], [], []

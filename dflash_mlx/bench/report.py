@@ -41,7 +41,8 @@ def run_bench(
 ) -> dict[str, Any]:
     """Plain decoding and every block size in turn on every prompt, greedy."""
     encoded = [
-        tokenizer.apply_chat_template([{"role": "user", "content": p.text}], add_generation_prompt=True) for p in prompts
+        tokenizer.apply_chat_template([{"role": "user", "content": p.text}], add_generation_prompt=True)
+        for p in prompts
     ]
     mx.reset_peak_memory()
     run_plain(model, tokenizer, encoded[0], 8)

@@ -34,7 +34,9 @@ def load_draft(path_or_repo: str | Path, *, dtype: mx.Dtype | None = None) -> DF
     for name in ("embed_tokens", "lm_head"):
         if f"{name}.weight" in weights:
             rows, columns = config.vocab_size, config.hidden_size
-            draft[name] = nn.Embedding(rows, columns) if name == "embed_tokens" else nn.Linear(columns, rows, bias=False)
+            draft[name] = (
+                nn.Embedding(rows, columns) if name == "embed_tokens" else nn.Linear(columns, rows, bias=False)
+            )
     if "quantization" in raw:
         _quantize_like(draft, weights, raw["quantization"])
     _check_tensors(draft, weights, path)
@@ -142,13 +144,16 @@ def _quantize_like(draft: DFlashDraft, weights: dict[str, mx.array], quantizatio
 def _check_tensors(draft: DFlashDraft, weights: dict[str, mx.array], path: Path) -> None:
     wanted = {name: array.shape for name, array in tree_flatten(draft.parameters())}
     missing, unexpected = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
-    problems = [f"{label}: {', '.join(names)}" for label, names in
-                (("missing", missing), ("unexpected", unexpected)) if names]
+    problems = [
+        f"{label}: {', '.join(names)}" for label, names in (("missing", missing), ("unexpected", unexpected)) if names
+    ]
     problems += [
         f"{name} is {tuple(weights[name].shape)} instead of {tuple(shape)}"
         for name, shape in wanted.items()
         if name in weights and weights[name].shape != shape
     ]
     if problems:
-        raise CheckpointError(f"The tensors of {path} do not fit its config ({'; '.join(problems)}); "
-                              "download the draft again or use the version that made it.")
+        raise CheckpointError(
+            f"The tensors of {path} do not fit its config ({'; '.join(problems)}); "
+            "download the draft again or use the version that made it."
+        )

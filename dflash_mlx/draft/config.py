@@ -19,7 +19,15 @@ DFLASH_KEYS = {
     "output_multiplier",
     "final_logit_softcapping",
 }
-HARMLESS_KEYS = {"target_model", "target_model_name", "version", "num_anchors", "loss_decay_gamma", "training", "source"}
+HARMLESS_KEYS = {
+    "target_model",
+    "target_model_name",
+    "version",
+    "num_anchors",
+    "loss_decay_gamma",
+    "training",
+    "source",
+}
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,9 @@ def parse_config(raw: dict[str, Any], where: str) -> DraftConfig:
 def _layers(reader: _Reader, num_hidden_layers: int) -> tuple[tuple[str, ...], int | None]:
     layer_types = tuple(reader.raw.get("layer_types") or ["full_attention"] * num_hidden_layers)
     if len(layer_types) != num_hidden_layers:
-        raise reader.refuse("layer_types", f"has {len(layer_types)} entries but num_hidden_layers is {num_hidden_layers}")
+        raise reader.refuse(
+            "layer_types", f"has {len(layer_types)} entries but num_hidden_layers is {num_hidden_layers}"
+        )
     for layer_type in layer_types:
         if layer_type not in LAYER_TYPES:
             raise reader.refuse("layer_types", f"holds {layer_type!r}, known are {', '.join(LAYER_TYPES)}")

@@ -125,13 +125,13 @@ class DFlashDraft(nn.Module):
 
     def embed(self, tokens: mx.array, target_embed: Callable[[mx.array], mx.array]) -> mx.array:
         """Tokens [1, L] to the block's inputs [1, L, E]; the draft's own embedding where it has one."""
-        embedded = (self["embed_tokens"] if "embed_tokens" in self else target_embed)(tokens)
+        embedded = self.get("embed_tokens", target_embed)(tokens)
         scale = self.config.input_embedding_scale
         return embedded if scale == 1.0 else embedded * scale
 
     def logits(self, hidden: mx.array, target_head: Callable[[mx.array], mx.array]) -> mx.array:
         """Normed hidden [1, L, E] to logits [1, L, V]; the draft's own head where it has one."""
-        logits = (self["lm_head"] if "lm_head" in self else target_head)(hidden)
+        logits = self.get("lm_head", target_head)(hidden)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping

@@ -181,7 +181,9 @@ class StepwiseRule:
 
     def __call__(self, proposal: Proposal, verification: Verification) -> Acceptance:
         drafted = proposal.tokens[0].tolist()
-        path, tokens, rows = (0,), [], []
+        path: tuple[int, ...] = (0,)
+        tokens: list[int] = []
+        rows: list[mx.array] = []
         while True:
             rows.append(self._history.node_logprobs(proposal, verification, path))
             tokens.append(int(self._sampler(rows[-1]).item()))

@@ -49,6 +49,7 @@ class DraftProposer:
         self._context = draft.make_context(target.position)
 
     def extend(self, tokens: mx.array, hidden: mx.array | None) -> None:
+        assert hidden is not None, "the target captures what the draft reads"
         self._draft.extend(self._context, hidden)
 
     def propose(self, anchor: int, width: int) -> Proposal:

@@ -55,7 +55,9 @@ def make_sampler(
     xtc_special_tokens: list[int] | None = None,
 ) -> SamplerFunction:
     """mlx-lm's `make_sampler`: same arguments, same draws; DFlashError names a value outside its range."""
-    _require(math.isfinite(temp) and temp >= 0, f"temperature {temp} is negative or not a number; use 0 (greedy) or more")
+    _require(
+        math.isfinite(temp) and temp >= 0, f"temperature {temp} is negative or not a number; use 0 (greedy) or more"
+    )
     _require(0 <= top_p <= 1, f"top_p {top_p} is outside (0, 1]; use 1 to switch it off")
     _require(0 <= min_p <= 1, f"min_p {min_p} is outside [0, 1]; use 0 to switch it off")
     _require(top_k >= 0, f"top_k {top_k} is negative; use 0 to switch it off")

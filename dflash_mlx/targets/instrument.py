@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -72,11 +72,11 @@ ROPE_NAMES = {"rope", "rotary_emb", "index_rope"}
 def rope_swaps(model: nn.Module) -> Swaps:
     """Every rope module of the model with its tree subclass."""
     ropes = {id(m): m for name, m in model.named_modules() if name.rpartition(".")[2] in ROPE_NAMES}
-    return [(rope, tree_rope(type(rope))) for rope in ropes.values()]
+    return [(rope, _tree_rope(type(rope))) for rope in ropes.values()]
 
 
-@lru_cache(maxsize=None)
-def tree_rope(base: type) -> type:
+@cache
+def _tree_rope(base: type) -> type:
     """The subclass of a rope class that rotates every row of a tree by its own position.
 
     `mx.fast.rope` takes one offset per batch row, so x [1, H, L, D] becomes [L, H, 1, D] and comes back.
