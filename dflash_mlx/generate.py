@@ -24,6 +24,7 @@ from .speculative.loop import Step, speculate
 from .speculative.proposers import DraftProposer, Proposer
 from .speculative.sampling import LogitsProcessor, SamplerFunction
 from .speculative.statistics import Round, Statistics
+from .targets.anatomy import dissect
 from .targets.target import KVQuantization, Target
 from .text import StopFilter, TextStream
 
@@ -47,9 +48,10 @@ def generate(
 ) -> str:
     """The whole text at once; arguments as `stream_generate`'s, `verbose` prints as mlx-lm does."""
     text, response = "", None
+    responses = stream_generate(model, tokenizer, prompt, **kwargs)
     if verbose:
         print("=" * 10)
-    for response in stream_generate(model, tokenizer, prompt, **kwargs):
+    for response in responses:
         if verbose:
             print(response.text, end="", flush=True)
         text += response.text
@@ -296,6 +298,12 @@ def encode(model: nn.Module, tokenizer: TokenizerWrapper, prompt: str | Sequence
         raise DFlashError("The prompt is empty; give at least one token.")
     if tokens.ndim != 1:
         raise DFlashError(f"The prompt has shape {tuple(tokens.shape)}; give one sequence of tokens.")
+    lowest, highest, rows = tokens.min().item(), tokens.max().item(), dissect(model).vocab_size
+    if not 0 <= lowest <= highest < rows:
+        wrong = lowest if lowest < 0 else highest
+        raise DFlashError(
+            f"The prompt holds token {wrong}, outside 0..{rows - 1}; encode it with the target's tokenizer."
+        )
     limit = context_size(model)
     if limit is not None and tokens.size >= limit:
         raise DFlashError(

@@ -72,7 +72,7 @@ ROPE_NAMES = {"rope", "rotary_emb", "index_rope"}
 def rope_swaps(model: nn.Module) -> Swaps:
     """Every rope module of the model with its tree subclass."""
     ropes = {id(m): m for name, m in model.named_modules() if name.rpartition(".")[2] in ROPE_NAMES}
-    return [(rope, _tree_rope(type(rope))) for rope in ropes.values()]
+    return [(rope, _tree_rope(type(rope))) for rope in ropes.values()]  # type: ignore[arg-type]
 
 
 @cache

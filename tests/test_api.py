@@ -1,0 +1,276 @@
+"""The public API is mlx-lm's; bad input gets one sentence that names the value."""
+
+import inspect
+import itertools
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+from drafts import CONFIG, random_draft
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
+from reference import plain_tokens
+from tiny import LLAMA, build
+from tokens import tiny_tokenizer
+
+import dflash_mlx
+from dflash_mlx import (
+    CheckpointError,
+    DFlashError,
+    PairMismatchError,
+    UnsupportedOptionError,
+    generate,
+    load,
+    make_sampler,
+    stream_generate,
+)
+
+PROMPT = [5, 7, 9, 11, 3]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", seed=5)
+
+
+@pytest.fixture(scope="module")
+def draft():
+    return random_draft()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def test_signatures_begin_as_mlx_lms_do():
+    for name in ("generate", "stream_generate"):
+        ours = list(inspect.signature(getattr(dflash_mlx, name)).parameters.values())
+        theirs = list(inspect.signature(getattr(mlx_lm, name)).parameters.values())
+        positional = [p for p in theirs if p.kind is not p.VAR_KEYWORD]
+        assert [(p.name, p.default) for p in ours[: len(positional)]] == [(p.name, p.default) for p in positional]
+
+
+def test_prompt_as_text_tokens_and_array(model, draft, tokenizer):
+    text = " w4 w5 w7"
+    forms = [text, tokenizer.encode(text), mx.array(tokenizer.encode(text))]
+    outputs = [[r.token for r in stream_generate(model, tokenizer, p, 12, draft)] for p in forms]
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert generate(model, tokenizer, text, max_tokens=12, draft_model=draft) == mlx_lm.generate(
+        model, tokenizer, text, max_tokens=12
+    )
+
+
+@pytest.mark.parametrize("block_size", [None, 1, 2, 5, 8])
+def test_draft_yields_plain_tokens_and_honest_statistics(model, draft, tokenizer, block_size):
+    responses = list(stream_generate(model, tokenizer, PROMPT, 30, draft, block_size=block_size))
+    assert [r.token for r in responses] == plain_tokens(model, PROMPT, 30)
+    statistics = responses[-1].statistics
+    assert sum(r.committed for r in statistics.rounds) == 30
+    assert max(r.width for r in statistics.rounds) == (block_size or 8)
+    assert sum(r.from_draft for r in responses) == sum(r.num_accepted for r in statistics.rounds)
+    later = statistics.rounds[1:]
+    assert statistics.acceptance_length == pytest.approx(sum(r.committed for r in later) / len(later))
+
+
+def test_num_draft_tokens_is_mlx_lms_word_for_the_block(model, draft, tokenizer):
+    responses = list(stream_generate(model, tokenizer, PROMPT, 20, draft, num_draft_tokens=3))
+    assert max(r.width for r in responses[-1].statistics.rounds) == 4
+
+
+@pytest.mark.parametrize("settings", [{}, {"temp": 0.8, "top_p": 0.9}])
+def test_seeded_output_is_the_same_every_time(model, draft, tokenizer, settings):
+    outputs = []
+    for _ in range(2):
+        mx.random.seed(7)
+        sampler = make_sampler(**settings)
+        outputs.append([r.token for r in stream_generate(model, tokenizer, PROMPT, 30, draft, sampler=sampler)])
+    assert outputs[0] == outputs[1]
+
+
+def test_processors_and_progress(model, draft, tokenizer):
+    processors = make_logits_processors(repetition_penalty=1.5, logit_bias={3: 2.0})
+    seen = []
+    responses = stream_generate(
+        model,
+        tokenizer,
+        PROMPT * 4,
+        20,
+        draft,
+        logits_processors=processors,
+        prefill_step_size=8,
+        prompt_progress_callback=lambda done, total: seen.append((done, total)),
+    )
+    assert [r.token for r in responses] == plain_tokens(model, PROMPT * 4, 20, processors=processors)
+    assert seen == [(0, 20), (8, 20), (16, 20), (19, 20), (20, 20)]
+
+
+def test_second_turn_on_a_prompt_cache_equals_a_fresh_run(model, draft, tokenizer):
+    cache = make_prompt_cache(model)
+    first = [r.token for r in stream_generate(model, tokenizer, PROMPT, 13, draft, prompt_cache=cache)]
+    turn = [8, 1, 40]
+    second = [r.token for r in stream_generate(model, tokenizer, turn, 13, draft, prompt_cache=cache)]
+    assert second == plain_tokens(model, PROMPT + first + turn, 13)
+
+
+def test_prompt_cache_files_of_mlx_lm_in_both_directions(model, draft, tokenizer, tmp_path):
+    """Case 13."""
+    cache = make_prompt_cache(model)
+    first = [r.token for r in mlx_lm.stream_generate(model, tokenizer, PROMPT, 9, prompt_cache=cache)]
+    save_prompt_cache(str(tmp_path / "plain.safetensors"), cache)
+    cache = load_prompt_cache(str(tmp_path / "plain.safetensors"))
+    second = [r.token for r in stream_generate(model, tokenizer, [8, 1], 9, draft, prompt_cache=cache)]
+    assert second == plain_tokens(model, [*PROMPT, *first, 8, 1], 9)
+    save_prompt_cache(str(tmp_path / "ours.safetensors"), cache)
+    cache = load_prompt_cache(str(tmp_path / "ours.safetensors"))
+    third = [r.token for r in mlx_lm.stream_generate(model, tokenizer, [30], 9, prompt_cache=cache)]
+    assert third == plain_tokens(model, [*PROMPT, *first, 8, 1, *second, 30], 9)
+
+
+def test_two_drafts_on_one_model_in_turn(model, tokenizer):
+    """Each draft reads its own layers, also while the other's generation is open."""
+    expected = plain_tokens(model, PROMPT, 24)
+    other = random_draft(CONFIG | {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [1]}}, seed=3)
+    drafts = [random_draft(), other]
+    solo = [list(stream_generate(model, tokenizer, PROMPT, 24, d)) for d in drafts]
+    mixed = list(zip(*(stream_generate(model, tokenizer, PROMPT, 24, d) for d in drafts), strict=True))
+    for alone, column in zip(solo, zip(*mixed, strict=True), strict=True):
+        assert [r.token for r in column] == [r.token for r in alone] == expected
+        assert [r.from_draft for r in column] == [r.from_draft for r in alone]
+
+
+def test_draft_acceptance_depends_on_its_own_layers(model, tokenizer):
+    """The draft is handed the outputs of exactly the layers that it names, for every committed token."""
+    hidden = []
+
+    class Spy(type(random_draft())):
+        def extend(self, context, target_hidden):
+            hidden.append(target_hidden)
+            super().extend(context, target_hidden)
+
+    draft = random_draft()
+    draft.__class__ = Spy
+    tokens = [r.token for r in stream_generate(model, tokenizer, PROMPT, 10, draft)]
+    outputs = layer_outputs(model, PROMPT + tokens, (0, 2))
+    seen = mx.concatenate(hidden, axis=1)
+    assert mx.allclose(seen, outputs[:, : seen.shape[1]], atol=1e-4)
+
+
+def layer_outputs(model, tokens, layer_ids):
+    """Outputs of the layers in a plain forward, layer by layer."""
+    from mlx_lm.models.base import create_attention_mask
+
+    x = model.model.embed_tokens(mx.array([tokens]))
+    mask = create_attention_mask(x, None)
+    outputs = []
+    for layer in model.layers:
+        x = layer(x, mask, cache=None)
+        outputs.append(x)
+    return mx.concatenate([outputs[i] for i in layer_ids], axis=-1)
+
+
+class Overflowing(type(random_draft())):
+    """A draft whose activations overflow in float16."""
+
+    @property
+    def dtype(self):
+        return self.fake_dtype
+
+    def set_dtype(self, dtype):
+        self.fake_dtype = dtype
+
+    def __call__(self, inputs, context):
+        hidden = super().__call__(inputs.astype(mx.float32), context)
+        return hidden if self.mends and self.fake_dtype == mx.float32 else hidden + mx.array(float("nan"))
+
+
+@pytest.mark.parametrize("mends", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"temp": 1.0}])
+def test_overflowing_draft_warns_and_changes_nothing(model, tokenizer, mends, settings):
+    """Case 22."""
+    draft = random_draft()
+    draft.__class__ = Overflowing
+    draft.fake_dtype, draft.mends = mx.float16, mends
+    with pytest.warns(UserWarning, match="float32"):
+        responses = list(stream_generate(model, tokenizer, PROMPT, 30, draft, sampler=make_sampler(**settings)))
+    if not settings:
+        assert [r.token for r in responses] == plain_tokens(model, PROMPT, 30)
+    widths = [r.width for r in responses[-1].statistics.rounds]
+    assert (max(widths[4:]) > 1) is mends  # speculation goes on in float32, or parks
+
+
+# Bad input.
+
+
+def refused(error, match, model, tokenizer, prompt=PROMPT, **options):
+    with pytest.raises(error, match=match) as caught:
+        next(iter(stream_generate(model, tokenizer, prompt, **options)))
+    message = str(caught.value)
+    assert message.count(". ") == 0 and message.endswith(".") and "\n" not in message, "one sentence"
+
+
+def test_bad_requests(model, draft, tokenizer):
+    refused(DFlashError, "max_tokens is 0", model, tokenizer, max_tokens=0, draft_model=draft)
+    refused(DFlashError, "max_tokens is -5", model, tokenizer, max_tokens=-5, draft_model=draft)
+    refused(DFlashError, "prompt is empty", model, tokenizer, prompt=[], draft_model=draft)
+    refused(DFlashError, "prompt is empty", model, tokenizer, prompt="", draft_model=draft)
+    refused(DFlashError, r"shape \(1, 2\)", model, tokenizer, prompt=mx.array([[1, 2]]), draft_model=draft)
+    refused(DFlashError, "5000 tokens but .* 4096", model, tokenizer, prompt=[1] * 5000, draft_model=draft)
+    refused(DFlashError, r"97.* outside 0\.\.96", model, tokenizer, prompt=[1, 97], draft_model=draft)
+    refused(DFlashError, r"-1.* outside 0\.\.96", model, tokenizer, prompt=[-1], draft_model=draft)
+    for size in (0, -1, 9):
+        refused(
+            DFlashError, rf"block_size {size} is outside 1\.\.8", model, tokenizer, draft_model=draft, block_size=size
+        )
+    refused(DFlashError, "prefill_step_size is 0", model, tokenizer, draft_model=draft, prefill_step_size=0)
+    refused(DFlashError, "empty stop string", model, tokenizer, draft_model=draft, stop=[""])
+    refused(DFlashError, "llama.Model, not a DFlash draft", model, tokenizer, draft_model=model)
+    refused(
+        UnsupportedOptionError,
+        "input_embeddings",
+        model,
+        tokenizer,
+        draft_model=draft,
+        input_embeddings=mx.zeros((5, 32)),
+    )
+    refused(UnsupportedOptionError, "block_size needs a draft", model, tokenizer, block_size=4)
+    with pytest.raises(TypeError, match="temperature_typo"):
+        stream_generate(model, tokenizer, PROMPT, draft_model=draft, temperature_typo=1)
+
+
+MISFITS = {
+    "hidden_size is 64, .* hidden_size is 32": {"hidden_size": 64},
+    "num_target_layers is 9, .* layers is 3": {"num_target_layers": 9},
+    "vocab_size is 300, .* rows is 97": {"vocab_size": 300},
+}
+
+
+@pytest.mark.parametrize("match", MISFITS)
+def test_draft_of_another_model_is_refused_with_both_values(model, tokenizer, match):
+    draft = random_draft(CONFIG | MISFITS[match])
+    refused(PairMismatchError, match, model, tokenizer, draft_model=draft)
+
+
+def test_quantized_target_keeps_its_true_sizes(draft, tokenizer):
+    model = build("llama", seed=5)
+    fits = lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0  # noqa: E731
+    nn.quantize(model, group_size=32, bits=8, class_predicate=fits)
+    tokens = [r.token for r in itertools.islice(stream_generate(model, tokenizer, PROMPT, 8, draft), 8)]
+    assert tokens == plain_tokens(model, PROMPT, 8)
+
+
+def test_unknown_model_path_is_one_sentence(tmp_path):
+    with pytest.raises(CheckpointError, match="no/such/model"):
+        load("no/such/model")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="mlx-lm can load"):
+        load(str(tmp_path))
+
+
+def test_context_that_rope_scaling_stretches_is_not_guessed():
+    from dflash_mlx.generate import context_size
+
+    assert context_size(build("llama")) == 4096
+    scaled = LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert context_size(build("llama", scaled)) is None

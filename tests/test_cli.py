@@ -1,0 +1,157 @@
+"""The command line: one sentence for bad input, one JSON line where asked, and exit statuses that mean something."""
+
+import json
+import subprocess
+import sys
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from drafts import CONFIG, write_draft
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+from tiny import LLAMA, build
+from tokens import tiny_tokenizer
+
+from dflash_mlx import cli
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A target and a draft directory."""
+    root = tmp_path_factory.mktemp("pair")
+    target = root / "target"
+    target.mkdir()
+    model = build("llama", seed=5)
+    mx.save_safetensors(str(target / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (target / "config.json").write_text(json.dumps({"model_type": "llama", **LLAMA}))
+    tiny_tokenizer().save_pretrained(str(target))
+    write_draft(root / "draft")
+    return str(target), str(root / "draft")
+
+
+def run(capsys, *argv) -> tuple[int, str, str]:
+    status = cli.main([str(a) for a in argv])
+    captured = capsys.readouterr()
+    errors = [line for line in captured.err.splitlines() if not line.startswith("Note: ")]  # about this machine's speed
+    return status, captured.out, "\n".join(errors)
+
+
+def test_generate_prints_what_mlx_lm_prints(pair, capsys):
+    target, draft = pair
+    model, tokenizer = mlx_lm.load(target)
+    expected = mlx_lm.generate(model, tokenizer, " w4 w5", max_tokens=20)
+    argv = ("generate", "--model", target, "--prompt", " w4 w5", "-m", "20", "--verbose", "F")
+    status, out, err = run(capsys, *argv, "--draft", draft)
+    assert status == 0 and out == expected + "\n"
+    # mlx_lm.generate's own flag means the same; without a draft it says that speculation is not running.
+    assert run(capsys, *argv, "--draft-model", draft, "--num-draft-tokens", "2")[1] == expected + "\n"
+    status, out, err = run(capsys, *argv)
+    assert status == 0 and out == expected + "\n" and "Speculation is not running" in err
+
+
+def test_generate_json_is_one_line(pair, capsys):
+    target, draft = pair
+    argv = ("generate", "--model", target, "--draft", draft, "-p", " w4 w5", "-m", 15, "--json", "--block-size", 4)
+    status, out, _ = run(capsys, *argv)
+    result = json.loads(out)
+    assert status == 0 and out.count("\n") == 1
+    assert result["generation_tokens"] == 15 and result["finish_reason"] == "length"
+    assert result["speculation"]["max_width"] == 4 and result["speculation"]["target_forwards"] > 1
+
+
+def test_sampled_output_repeats_with_its_seed(pair, capsys):
+    target, draft = pair
+    argv = (
+        "generate",
+        "--model",
+        target,
+        "--draft",
+        draft,
+        "-p",
+        " w4",
+        "-m",
+        20,
+        "--verbose",
+        "F",
+        "--temp",
+        1,
+        "--seed",
+        5,
+    )
+    assert run(capsys, *argv)[1] == run(capsys, *argv)[1]
+
+
+def test_prompt_cache_file(pair, capsys, tmp_path):
+    target, draft = pair
+    model, tokenizer = mlx_lm.load(target)
+    cache = make_prompt_cache(model)
+    prefix, suffix = tokenizer.encode(" w4 w5 w7 w8"), tokenizer.encode(" w10")
+    model(mx.array([prefix]), cache=cache)
+    file = tmp_path / "cache.safetensors"
+    save_prompt_cache(str(file), cache, {"model": target, "tokenizer_config": "{}"})
+    argv = ("generate", "--prompt-cache-file", file, "--draft", draft, "-p", " w10", "-m", 12, "--verbose", "F")
+    assert run(capsys, *argv)[1] == mlx_lm.generate(model, tokenizer, prefix + suffix, max_tokens=12) + "\n"
+    status, _, err = run(capsys, *argv, "--model", draft)
+    assert status == 2 and "is not the model of" in err
+
+
+def test_check_and_bench(pair, capsys, tmp_path):
+    target, draft = pair
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(" w4 w5\n w7\n\n w8 w10 w11\n")
+    common = ("--model", target, "--draft", draft, "--prompts", prompts, "-m", 20, "--json")
+    status, out, _ = run(capsys, "check", *common)
+    assert status == 0 and json.loads(out)["lossless"] and json.loads(out)["prompts"] == 3
+    status, out, _ = run(capsys, "check", *common, "--temp", 1, "--top-p", 0.9)
+    assert status == 0 and json.loads(out)["mode"] == "sampling"
+    assert run(capsys, "check", *common[:-1])[1].startswith("LOSSLESS")
+
+
+def test_doctor(capsys):
+    status, out, _ = run(capsys, "doctor", "--json")
+    facts = json.loads(out)
+    assert status == 0 and facts["device"] in ("cpu", "gpu") and facts["matmul_gflops"] > 0
+    assert "versions" in run(capsys, "doctor")[1]
+
+
+BAD = {
+    "temperature -1": ("--temp", -1),
+    "--top-p 1.5": ("--top-p", 1.5),
+    "--top-p 0": ("--top-p", 0),
+    "max_tokens is 0": ("-m", 0),
+    "max_tokens is -3": ("-m", -3),
+    "prompt is empty": ("-p", ""),
+    "block_size 0": ("--block-size", 0),
+    "block_size 9": ("--block-size", 9),
+    "no/such/draft": ("--draft", "no/such/draft"),
+    "cannot be read": ("--prompt-cache-file", "nowhere.safetensors"),
+    "--image": ("--image", "a.png"),
+}
+
+
+@pytest.mark.parametrize("match", BAD)
+def test_bad_input_is_one_sentence_and_status_2(pair, capsys, match):
+    target, draft = pair
+    status, out, err = run(capsys, "generate", "--model", target, "--draft", draft, "-p", " w4", *BAD[match])
+    assert status == 2 and out == "" and match in err and "\n" not in err and "Traceback" not in err
+
+
+def test_draft_and_target_mixed_up(pair, capsys, tmp_path):
+    """Case 18, and case 25: a draft that cannot be loaded is an error, never plain decoding in silence."""
+    target, draft = pair
+    status, _, err = run(capsys, "generate", "--model", target, "--draft", target, "-p", " w4")
+    assert status == 2 and "not a DFlash draft" in err
+    write_draft(tmp_path, CONFIG | {"hidden_size": 64})
+    status, _, err = run(capsys, "generate", "--model", target, "--draft", tmp_path, "-p", " w4")
+    assert status == 2 and "hidden_size is 64" in err and "hidden_size is 32" in err
+    for command in ("check", "bench", "demo"):
+        status, _, err = run(capsys, command, "--model", target)
+        assert status == 2 and "--draft" in err
+
+
+def test_module_and_help_run_as_programs():
+    done = subprocess.run([sys.executable, "-m", "dflash_mlx", "generate", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    for flag in ("--draft", "--block-size", "--json", "--prompt-cache-file", "--kv-bits", "--xtc-probability"):
+        assert flag in done.stdout
