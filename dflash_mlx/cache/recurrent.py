@@ -8,7 +8,6 @@ next forward consumes the result. All arrays are immutable, so a snapshot is a l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache

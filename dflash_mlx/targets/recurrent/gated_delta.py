@@ -28,7 +28,8 @@ def gated_delta(
     G = H (Kimi's KDA); state: [B, H, Dv, Dk] or None. Returns y float32 [B, N, H, Dv].
 
     With c the sums of log gates along the paths and R_ij = e^{c_i − c_j} on them:
-    U_i = β_i (v_i − e^{c_i} S_0 k_i) − β_i Σ_j R_ij (k_i·k_j) U_j over strict ancestors, y_i = e^{c_i} S_0 q_i + Σ_j R_ij (q_i·k_j) U_j.
+    U_i = β_i (v_i − e^{c_i} S_0 k_i) − β_i Σ_j R_ij (k_i·k_j) U_j over strict ancestors,
+    y_i = e^{c_i} S_0 q_i + Σ_j R_ij (q_i·k_j) U_j over ancestors and the node itself.
     Source: Yang et al., Gated Delta Networks (2024), section 3; here over a tree and by substitution.
     """
     q, k, v, beta, log_gate = (x.astype(mx.float32).swapaxes(1, 2) for x in (q, k, v, beta, log_gate))
@@ -59,20 +60,28 @@ def substitute(couplings: mx.array, right: mx.array, block: Block) -> mx.array:
     """Solve (I + couplings) U = right for U by forward substitution.
 
     couplings: [B, H, N, N], nonzero only at strict ancestors; right: [B, H, N, D].
-
-    Within a panel, `U = right − couplings U` is repeated once per generation: a node is final once its ancestors are.
-    Squaring the couplings would need fewer steps and is wrong by far on repeated tokens (keys alike, β near 1, no
-    decay: error 50 at 32 in a row), as the powers grow to 10⁹ and cancel. Panels keep that growth out of the rows
-    that are not final yet, too.
     """
     solved: mx.array | None = None
     for panel in panels(block):
         rows = slice(panel.start, panel.stop)
-        base = right[:, :, rows]
+        part = right[:, :, rows]
         if solved is not None:
-            base = base - couplings[:, :, rows, : panel.start] @ solved
-        own, part = couplings[:, :, rows, rows], base
-        for _ in range(panel.generations - 1):
-            part = base - own @ part
+            part = part - couplings[:, :, rows, : panel.start] @ solved
+        if panel.generations > 1:
+            part = _inverse(couplings[:, :, rows, rows], panel.generations) @ part
         solved = part if solved is None else mx.concatenate([solved, part], axis=2)
     return solved
+
+
+def _inverse(couplings: mx.array, generations: int) -> mx.array:
+    """(I + couplings)⁻¹ of one panel, by substitution: a row is final once its ancestors' rows are.
+
+    Squaring would need fewer steps and is wrong by far on repeated tokens (keys alike, β near 1, no decay: error 50 at
+    32 in a row), as the powers grow to 10⁹ and cancel. Rows that are not final yet grow too, but are overwritten; the
+    panel's size bounds them.
+    """
+    identity = mx.eye(couplings.shape[-1])
+    inverse = identity - couplings
+    for _ in range(generations - 2):
+        inverse = identity - couplings @ inverse
+    return inverse

@@ -32,22 +32,21 @@ class Tape:
         nodes = mx.array(path, mx.int32)
         keys, values, decay = (mx.take(x, nodes, axis=2) for x in (self.keys, self.values, self.decay))
         last = decay[:, :, -1:]
-        since = mx.exp(last - decay)
+        since, kept = mx.exp(last - decay), mx.exp(last)
         if decay.ndim == 3:
-            kept = mx.exp(last)[..., None]
-            state = _outer(values * since[..., None], keys)
-        else:
-            kept = mx.exp(last)
-            state = _outer(values, keys * since)
-        return state if self.state is None else state + kept * self.state
+            return _plus_outer(self.state, kept[..., None], values * since[..., None], keys)
+        return _plus_outer(self.state, kept, values, keys * since)
 
 
-def _outer(values: mx.array, keys: mx.array) -> mx.array:
-    """Σ over rows of value ⊗ key: [B, H, P, Dv] and [B, G, P, Dk] to [B, H, Dv, Dk]."""
+def _plus_outer(state: mx.array | None, kept: mx.array, values: mx.array, keys: mx.array) -> mx.array:
+    """kept · state + Σ over rows of value ⊗ key: [B, H, P, Dv] and [B, G, P, Dk] to [B, H, Dv, Dk]."""
     B, H, P, Dv = values.shape
     G, Dk = keys.shape[1], keys.shape[3]
     columns = values.swapaxes(2, 3).reshape(B, G, H // G * Dv, P)
-    return (columns @ keys).reshape(B, H, Dv, Dk)
+    if state is None:
+        return (columns @ keys).reshape(B, H, Dv, Dk)
+    # One pass over the state, which is most of what a commit costs.
+    return mx.addmm((kept * state).reshape(B, G, -1, Dk), columns, keys).reshape(B, H, Dv, Dk)
 
 
 def path_sums(log_decay: mx.array, block: Block) -> mx.array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -44,7 +43,3 @@ def causal_conv(history: History, weight: mx.array, bias: mx.array | None, block
 def shifted(history: History, block: Block) -> mx.array:
     """Every node's predecessor on its own path, [B, N, C]; the history keeps one row."""
     return mx.take(history.rows, windows(block, 2)[:, 0], axis=1)
-
-
-def histories_after(histories: Sequence[History], path: tuple[int, ...]) -> list[mx.array]:
-    return [history.after(path) for history in histories]
