@@ -52,6 +52,7 @@ class DraftConfig:
     sliding_window: int | None = None
     is_causal: bool | None = None
     attention_bias: bool = False
+    tie_word_embeddings: bool = False
     rope_scaling: dict[str, Any] | None = None
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
@@ -134,6 +135,7 @@ def parse_config(raw: dict[str, Any], where: str) -> DraftConfig:
         sliding_window=sliding_window,
         is_causal=raw.get("is_causal"),
         attention_bias=bool(raw.get("attention_bias", False)),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         rope_scaling=rope,
         input_embedding_scale=reader.number(dflash, "input_embedding_scale", 1.0),
         output_multiplier=reader.number(dflash, "output_multiplier", 1.0),

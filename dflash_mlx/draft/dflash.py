@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import initialize_rope
 
 from .config import DraftConfig
@@ -29,7 +30,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class Attention(nn.Module):
@@ -95,31 +96,34 @@ class DFlashDraft(nn.Module):
         """The type of its activations."""
         return self.norm.weight.dtype
 
-    def make_context(self, position: int = 0) -> DraftContext:
-        """An empty context; `position` counts the tokens of the target that the draft will never see."""
+    def make_context(self, position: int = 0, *, limit: int | None = None) -> DraftContext:
+        """An empty context.
+
+        position: the tokens of the target that the draft will never see. limit: the last tokens that a layer without
+        a window attends; by default CONTEXT_LIMIT or, where it is less, what the draft was made for.
+        """
+        whole = limit or min(self.config.max_position_embeddings, CONTEXT_LIMIT)
         windows = [self.config.window(i) for i in range(self.config.num_hidden_layers)]
-        whole = min(self.config.max_position_embeddings, CONTEXT_LIMIT)
-        limit = max(whole if window is None else window - 1 for window in windows)
-        return DraftContext(self.config.num_hidden_layers, limit, position)
+        limits = [whole if window is None else window - 1 for window in windows]
+        return DraftContext(limits, self.block_size, position)
 
     def extend(self, context: DraftContext, target_hidden: mx.array) -> None:
         """Add n committed tokens, target_hidden [1, n, n_captured × E]; lazy."""
-        skipped = max(0, target_hidden.shape[1] - context.limit)
-        features = self.hidden_norm(self.fc(target_hidden[:, skipped:].astype(self.dtype)))
-        rows = features.shape[1]
-        context.reserve(rows + self.block_size)
-        kv = self.kv_proj(features)
-        for i, layer in enumerate(self.layers):
-            kv_of_layer = kv[..., 2 * i * self._kv_width : 2 * (i + 1) * self._kv_width]
-            context.write(i, *self._keys_values(layer, kv_of_layer, context.position + skipped))
-        context.advance(rows, skipped)
+        committed = target_hidden.shape[1]
+        skipped = max(0, committed - context.bound)
+        if committed > 0:
+            features = self.hidden_norm(self.fc(target_hidden[:, skipped:].astype(self.dtype)))
+            kv = self.kv_proj(features)
+            for i in range(self.config.num_hidden_layers):
+                kv_of_layer = kv[..., 2 * i * self._kv_width : 2 * (i + 1) * self._kv_width]
+                context.append(i, *self._keys_values(i, kv_of_layer, context.position + skipped))
+        context.advance(committed)
 
     def __call__(self, inputs: mx.array, context: DraftContext) -> mx.array:
         """Embedded block [1, L, E] at positions context.position.. to normed hidden [1, L, E]."""
-        context.reserve(inputs.shape[1])
         x = inputs.astype(self.dtype)
         for i, layer in enumerate(self.layers):
-            x = x + self._attend(i, layer, layer.input_layernorm(x), context)
+            x = x + self._attend(i, layer.input_layernorm(x), context)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x)
 
@@ -131,30 +135,33 @@ class DFlashDraft(nn.Module):
 
     def logits(self, hidden: mx.array, target_head: Callable[[mx.array], mx.array]) -> mx.array:
         """Normed hidden [1, L, E] to logits [1, L, V]; the draft's own head where it has one."""
-        logits = self.get("lm_head", target_head)(hidden)
+        logits = self._head(target_head)(hidden)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
         return mx.tanh(logits / cap) * cap if cap else logits
 
-    def _attend(self, i: int, layer: Layer, x: mx.array, context: DraftContext) -> mx.array:
-        config, attention = self.config, layer.self_attn
+    def _head(self, target_head: Callable[[mx.array], mx.array]) -> Callable[[mx.array], mx.array]:
+        if "lm_head" in self:
+            return self.lm_head
+        tied = self.config.tie_word_embeddings and "embed_tokens" in self
+        return self.embed_tokens.as_linear if tied else target_head
+
+    def _attend(self, i: int, x: mx.array, context: DraftContext) -> mx.array:
+        config, attention = self.config, self.layers[i].self_attn
         length = x.shape[1]
         queries = attention.q_proj(x).reshape(1, length, config.num_attention_heads, config.head_dim)
         queries = self.rope(attention.q_norm(queries).transpose(0, 2, 1, 3), offset=context.position)
-        context.write(i, *self._keys_values(layer, self._block_kv(i, x), context.position))
-        window = config.window(i)
-        first = 0 if window is None else max(0, context.size - (window - 1))
-        first = max(first, context.size - context.limit)
-        keys, values = context.read(i, first, length)
-        mask = _block_mask(length, context.size - first, window, config.causal(i))
+        block = self._keys_values(i, self._block_kv(i, x), context.position)
+        keys, values = context.with_block(i, *block)
+        mask = block_mask(length, context.length(i), config.window(i), config.causal(i))
         out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=config.head_dim**-0.5, mask=mask)
         return attention.o_proj(out.transpose(0, 2, 1, 3).reshape(1, length, -1))
 
-    def _keys_values(self, layer: Layer, kv: mx.array, position: int) -> tuple[mx.array, mx.array]:
+    def _keys_values(self, i: int, kv: mx.array, position: int) -> tuple[mx.array, mx.array]:
         """Projected rows [1, n, 2 × kv width] to normed, rotated keys and values, each [1, H, n, D]."""
         shape = (1, kv.shape[1], self.config.num_key_value_heads, self.config.head_dim)
-        keys = layer.self_attn.k_norm(kv[..., : self._kv_width].reshape(shape)).transpose(0, 2, 1, 3)
+        keys = self.layers[i].self_attn.k_norm(kv[..., : self._kv_width].reshape(shape)).transpose(0, 2, 1, 3)
         values = kv[..., self._kv_width :].reshape(shape).transpose(0, 2, 1, 3)
         return self.rope(keys, offset=position), values
 
@@ -178,8 +185,12 @@ class DFlashDraft(nn.Module):
         return out + kv_proj.bias[rows] if "bias" in kv_proj else out
 
 
-def _block_mask(length: int, context: int, window: int | None, causal: bool) -> mx.array | str | None:
-    """What the block's rows see of [context | block]; no array where the fast path's own masks will do."""
+def block_mask(length: int, context: int, window: int | None, causal: bool) -> mx.array | str | None:
+    """What the block's rows see of [context | block]; no array where the stock kernels' own masks will do.
+
+    window: a row sees the context's positions less than this far behind it; it sees the block whole, or up to itself
+    when causal.
+    """
     if window is None or context + length <= window:
         return "causal" if causal else None
     row, column = context + mx.arange(length)[:, None], mx.arange(context + length)[None]
