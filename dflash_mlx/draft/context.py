@@ -46,8 +46,7 @@ class DraftContext:
         """A layer's K/V of [context | block] with the block's [1, H, L, D]; the block is not kept."""
         rows = self._layers[layer]
         rows.write(keys, values)
-        first, end = rows.size - self.length(layer), rows.size + keys.shape[2]
-        return rows.keys[:, :, first:end], rows.values[:, :, first:end]
+        return rows.read(rows.size - self.length(layer), rows.size + keys.shape[2])
 
     def length(self, layer: int) -> int:
         """The committed tokens that a layer attends."""
@@ -64,7 +63,7 @@ class DraftContext:
 
     def arrays(self) -> list[mx.array]:
         """What may be pending."""
-        return [x for rows in self._layers for x in (rows.keys, rows.values) if x is not None]
+        return [x for rows in self._layers for x in rows.buffers]
 
     @property
     def nbytes(self) -> int:
@@ -72,32 +71,35 @@ class DraftContext:
 
 
 class _Rows:
-    """One layer's buffer: `size` committed rows and room behind them; the last `keep` survive a move."""
+    """One layer's buffers: `size` committed rows and room behind them; the last `keep` survive a move."""
 
     def __init__(self, limit: int, keep: int):
         self.limit, self.keep = limit, keep
         self.size = 0
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        self.buffers: list[mx.array] = []  # keys, values
 
-    def write(self, keys: mx.array, values: mx.array) -> None:
-        """Write rows [1, H, n, D] behind the committed ones."""
-        n = keys.shape[2]
-        if self.keys is None:
-            self.keys, self.values = _moved(None, 0, 0, n + STEP, keys), _moved(None, 0, 0, n + STEP, values)
-        elif self.size + n > self.keys.shape[2]:
-            kept = min(self.size, self.keep)
-            # A quarter of what moves, at the least, is gained as room: at most four rows move for a row appended.
-            capacity = kept + n + max(STEP, kept // 4)
-            self.keys = _moved(self.keys, self.size - kept, self.size, capacity, keys)
-            self.values = _moved(self.values, self.size - kept, self.size, capacity, values)
-            self.size = kept
-        self.keys[:, :, self.size : self.size + n] = keys
-        self.values[:, :, self.size : self.size + n] = values
+    def write(self, *rows: mx.array) -> None:
+        """Write keys and values [1, H, n, D] behind the committed ones."""
+        n = rows[0].shape[2]
+        if not self.buffers:
+            self.buffers = [_room(x, n + STEP) for x in rows]
+        elif self.size + n > self.buffers[0].shape[2]:
+            self._move(n)
+        for i, x in enumerate(rows):
+            self.buffers[i][:, :, self.size : self.size + n] = x
+
+    def read(self, first: int, end: int) -> tuple[mx.array, mx.array]:
+        keys, values = self.buffers
+        return keys[:, :, first:end], values[:, :, first:end]
+
+    def _move(self, n: int) -> None:
+        """Make room for n rows; a quarter of what moves is gained besides, so four rows move for one appended."""
+        kept = min(self.size, self.keep)
+        for i, x in enumerate(self.buffers):
+            room = _room(x, n + max(STEP, kept // 4))
+            self.buffers[i] = mx.concatenate([x[:, :, self.size - kept : self.size], room], axis=2)
+        self.size = kept
 
 
-def _moved(x: mx.array | None, first: int, end: int, capacity: int, like: mx.array) -> mx.array:
-    """Rows first..end of a buffer at the front of a new one."""
-    shape = (*like.shape[:2], capacity - (end - first), like.shape[3])
-    room = mx.zeros(shape, like.dtype)
-    return room if x is None else mx.concatenate([x[:, :, first:end], room], axis=2)
+def _room(like: mx.array, rows: int) -> mx.array:
+    return mx.zeros((*like.shape[:2], rows, like.shape[3]), like.dtype)
