@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from ..errors import UnsupportedTargetError
 from .block import Block, BlockCache, Positions
+from .chunked import ChunkedBlock
 from .kv import KVBlock
+from .lists import ListBlock
+from .sliding import SlidingBlock
 
 # Exact classes, not subclasses: a subclass may store its rows in another way.
 KINDS: dict[type, Callable[[Any], BlockCache]] = {
     KVCache: KVBlock,
     QuantizedKVCache: KVBlock,
+    RotatingKVCache: SlidingBlock,
+    ChunkedKVCache: ChunkedBlock,
+    CacheList: lambda cache: ListBlock(cache, [carry(member) for member in cache.caches]),
 }
 
 
@@ -29,4 +35,14 @@ def carry(cache: Any) -> BlockCache:
     return kind(cache)
 
 
-__all__ = ["KINDS", "Block", "BlockCache", "KVBlock", "Positions", "carry"]
+__all__ = [
+    "KINDS",
+    "Block",
+    "BlockCache",
+    "ChunkedBlock",
+    "KVBlock",
+    "ListBlock",
+    "Positions",
+    "SlidingBlock",
+    "carry",
+]

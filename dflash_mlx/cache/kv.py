@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from .block import Block, Positions, is_prefix, tree_mask
@@ -36,6 +36,24 @@ class KVBlock:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         return self._cache.update_and_fetch(keys, values)
 
+    # Models also put dependencies on a cache's arrays by assigning to them; they must reach the cache itself.
+
+    @property
+    def keys(self) -> Any:
+        return self._cache.keys
+
+    @keys.setter
+    def keys(self, keys: Any) -> None:
+        self._cache.keys = keys
+
+    @property
+    def values(self) -> Any:
+        return self._cache.values
+
+    @values.setter
+    def values(self, values: Any) -> None:
+        self._cache.values = values
+
     def __getattr__(self, name: str) -> Any:
         # `bits` and `group_size` must exist only where the cache is quantized: models test for them.
         return getattr(self._cache, name)
@@ -57,6 +75,7 @@ class KVBlock:
         self._cache.offset = self._base + rows
 
     def snapshot(self) -> int:
+        """The offset: later rounds write behind it. Coming back to an older snapshot ends the younger ones."""
         return self._cache.offset
 
     def restore(self, snapshot: int) -> None:
@@ -66,7 +85,7 @@ class KVBlock:
         return self._cache
 
     def arrays(self) -> list[mx.array]:
-        return [] if self._cache.keys is None else [self._cache.keys, self._cache.values]
+        return [array for _, array in tree_flatten([self._cache.keys, self._cache.values]) if array is not None]
 
 
 def _moved(x: mx.array, taken: mx.array, base: int, rows: int) -> mx.array:
