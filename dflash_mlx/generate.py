@@ -281,7 +281,7 @@ def decode(
         for number, step in enumerate(steps):
             if number == 0:
                 request.progress(total, total)
-            if number % 64 == 0:
+            if number % 64 == 63:
                 mx.clear_cache()
             yield step
     finally:

@@ -77,6 +77,15 @@ def along(rows: mx.array, path: tuple[int, ...]) -> mx.array:
     return rows[: len(path)] if path[-1] == len(path) - 1 else rows[mx.array(path)]
 
 
+def best(logits: mx.array) -> mx.array:
+    """Greedy tokens [N], as mlx-lm's argmax of log-probabilities gives them.
+
+    In half precision subtracting the log-sum makes ties, which fall to the first; in float32 it does not within what
+    two widths of a forward differ by, so the sum over the vocabulary, costly on a CPU, is left out.
+    """
+    return mx.argmax(logits if logits.dtype == mx.float32 else log_softmax(logits), axis=-1)
+
+
 class History:
     """The tokens fed so far in this call, as mlx-lm's logits processors want them."""
 
@@ -84,21 +93,21 @@ class History:
         self._processors = processors
         self._tokens = prompt[:-1]  # the prompt's last token is the first anchor
 
-    def logprobs(self, proposal: Proposal, verification: Verification) -> mx.array:
-        """Log-probabilities [N, V] of every node, processed with the node's own prefix."""
+    def logits(self, proposal: Proposal, verification: Verification) -> mx.array:
+        """Logits [N, V] of every node, processed with the node's own prefix."""
         if not self._processors:
-            return verification.logprobs
+            return verification.logits[0]
         paths = (proposal.block.path_to(node) for node in range(proposal.block.size))
-        return mx.concatenate([self.node_logprobs(proposal, verification, path) for path in paths])
+        return mx.concatenate([self.node_logits(proposal, verification, path) for path in paths])
 
-    def node_logprobs(self, proposal: Proposal, verification: Verification, path: tuple[int, ...]) -> mx.array:
-        """Log-probabilities [1, V] of the path's last node; calls each processor once."""
+    def node_logits(self, proposal: Proposal, verification: Verification, path: tuple[int, ...]) -> mx.array:
+        """Logits [1, V] of the path's last node; calls each processor once."""
         logits = verification.logits[:, path[-1]]
         if self._processors:
             tokens = mx.concatenate([self._tokens, along(proposal.tokens[0], path)])
             for processor in self._processors:
                 logits = processor(tokens, logits)
-        return log_softmax(logits)
+        return logits
 
     def extend(self, proposal: Proposal, path: tuple[int, ...]) -> None:
         if self._processors:
@@ -119,10 +128,11 @@ class GraphRule:
 
     def graph(self, proposal: Proposal, verification: Verification) -> tuple[mx.array, mx.array]:
         """The packed outcome and the processed log-probabilities [N, V], both lazy."""
-        logprobs = self._history.logprobs(proposal, verification)
-        return pack(proposal, *self._decide(proposal, logprobs)), logprobs
+        logits = self._history.logits(proposal, verification)
+        logprobs = log_softmax(logits)
+        return pack(proposal, *self._decide(proposal, logits, logprobs)), logprobs
 
-    def _decide(self, proposal: Proposal, logprobs: mx.array) -> tuple[mx.array, mx.array]:
+    def _decide(self, proposal: Proposal, logits: mx.array, logprobs: mx.array) -> tuple[mx.array, mx.array]:
         """The last accepted node and the bonus token, both 0-d."""
         raise NotImplementedError
 
@@ -130,13 +140,13 @@ class GraphRule:
 class WalkRule(GraphRule):
     """Choose the target's token at every node, then follow the child that holds it; exact for any tree."""
 
-    def _decide(self, proposal: Proposal, logprobs: mx.array) -> tuple[mx.array, mx.array]:
-        chosen = self._choose(logprobs)
+    def _decide(self, proposal: Proposal, logits: mx.array, logprobs: mx.array) -> tuple[mx.array, mx.array]:
+        chosen = best(logits) if is_greedy(self._sampler) else self._choose(logprobs)
         node = follow(proposal.block, proposal.tokens[0], chosen)
         return node, chosen[node]
 
     def _choose(self, logprobs: mx.array) -> mx.array:
-        if is_greedy(self._sampler) or isinstance(self._sampler, Sampler):
+        if isinstance(self._sampler, Sampler):
             return self._sampler(logprobs)
         # XTC draws once per call: a call per row keeps the rows independent.
         return mx.concatenate([self._sampler(row[None]) for row in logprobs])
@@ -149,9 +159,9 @@ class RatioRule(WalkRule):
     from the normalised positive part of target_probs − draft_probs; after the last node from target_probs.
     """
 
-    def _decide(self, proposal: Proposal, logprobs: mx.array) -> tuple[mx.array, mx.array]:
+    def _decide(self, proposal: Proposal, logits: mx.array, logprobs: mx.array) -> tuple[mx.array, mx.array]:
         if proposal.draft_probs is None:
-            return super()._decide(proposal, logprobs)
+            return super()._decide(proposal, logits, logprobs)
         return ratio_accept(proposal.tokens[0, 1:], self._sampler.probs(logprobs), proposal.draft_probs)
 
 
@@ -185,7 +195,7 @@ class StepwiseRule:
         tokens: list[int] = []
         rows: list[mx.array] = []
         while True:
-            rows.append(self._history.node_logprobs(proposal, verification, path))
+            rows.append(log_softmax(self._history.node_logits(proposal, verification, path)))
             tokens.append(int(self._sampler(rows[-1]).item()))
             child = _child(proposal.block, path[-1], drafted, tokens[-1])
             if child is None or tokens[-1] in self._eos_token_ids:

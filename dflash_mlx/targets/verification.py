@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import mlx.core as mx
 
@@ -14,11 +13,6 @@ class Verification:
 
     logits: mx.array
     hidden: mx.array | None
-
-    @cached_property
-    def logprobs(self) -> mx.array:
-        """[N, V] by mlx-lm's own formula and dtype, so that ties fall as they do in plain decoding."""
-        return log_softmax(self.logits[0])
 
     def row(self, node: int) -> mx.array:
         """Logits of one node, float32 [V]."""
