@@ -1,26 +1,31 @@
 # `make demo` and `make test` set up everything they need in .venv; nothing else has to be installed by hand.
 
-PYTHON ?= python3
-PROMPT ?= Write a Python function that reverses a string.
 VENV := .venv
 BIN := $(VENV)/bin
+SYSTEM := $(shell uname -s)
+PROMPT ?= Write a Python function that reverses a string.
+export PROMPT
 
-# MLX's CPU backend on Linux has a slow BLAS of its own; OpenBLAS, where it is found, is preloaded.
-ifeq ($(shell uname -s),Linux)
-OPENBLAS = $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0 /usr/lib64/libopenblasp.so.0 /usr/lib/*/libopenblas.so.0 /usr/lib64/libopenblas.so.0))
-RUN = $(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS)) $(BIN)
-else
-RUN = $(BIN)
+# The first Python that is new enough; `make PYTHON=...` names another.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+
+# MLX's CPU backend on Linux brings a slow BLAS; OpenBLAS is preloaded where it is found. The 64-bit-integer
+# builds (libopenblas64) speak another interface and are left alone.
+FIND_OPENBLAS = { ls /usr/lib/$$(uname -m)-linux-gnu*/openblas-pthread/libopenblas.so.0; \
+	PATH="$$PATH:/sbin:/usr/sbin" ldconfig -p | sed -n 's/^[[:space:]]*libopenblasp\{0,1\}\.so\.0 .*=> //p'; } 2>/dev/null
+ifeq ($(SYSTEM),Linux)
+OPENBLAS = $(firstword $(shell $(FIND_OPENBLAS)))
+PRELOAD = $(if $(OPENBLAS),LD_PRELOAD="$(OPENBLAS)$${LD_PRELOAD:+:$$LD_PRELOAD}")
 endif
 
 .PHONY: demo test lint clean blas
 
 demo: $(VENV)/installed blas
-	$(RUN)/dflash-mlx demo --prompt "$$PROMPT"
-export PROMPT
+	@$(PRELOAD) $(BIN)/dflash-mlx demo --prompt "$$PROMPT"
 
 test: $(VENV)/installed-test blas
-	$(RUN)/python -m pytest -q -n 2
+	$(PRELOAD) $(BIN)/python -m pytest -q -n 2
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -28,28 +33,31 @@ lint: $(VENV)/installed-dev
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dflash_mlx needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ...")'
-	$(PYTHON) -m venv $(VENV)
+	@[ -n "$(PYTHON)" ] || { echo "No Python 3.11 or newer was found: name one with make PYTHON=/path/to/python3."; exit 1; }
+	@rm -rf $(VENV)
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "$(PYTHON) cannot make a virtual environment (on Debian and Ubuntu: apt-get install python3-venv)."; exit 1; }
 
 $(VENV)/installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .
-	touch $@
+	@touch $@
 
 $(VENV)/installed-test: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
-	touch $@
+	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	touch $@
+	@touch $@
 
 blas:
-ifeq ($(shell uname -s),Linux)
-	@if [ -z "$(OPENBLAS)" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	  apt-get update -qq && apt-get install -y -qq libopenblas0-pthread >/dev/null || true; fi
-	@if ! ls /usr/lib/*/openblas-pthread/libopenblas.so.0 /usr/lib64/libopenblas*.so.0 /usr/lib/*/libopenblas.so.0 >/dev/null 2>&1; then \
-	  echo "OpenBLAS was not found, so this CPU run is tens of times slower than it could be: install libopenblas0-pthread."; fi
+ifeq ($(SYSTEM),Linux)
+	@[ -n "$(OPENBLAS)" ] || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
+	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq libopenblas0-pthread; } \
+	  >/dev/null </dev/null || true
+	@[ -n "$$($(FIND_OPENBLAS))" ] || \
+	  echo "OpenBLAS was not found, so float32 matmuls run tens of times slower here: install libopenblas0-pthread."
 endif
