@@ -14,7 +14,7 @@ from tiny import LLAMA, MOE, VOCAB, build
 
 from dflash_mlx.cache import Block, KVBlock
 from dflash_mlx.cache.recurrent import RecurrentBlock
-from dflash_mlx.targets.recurrent import LAYERS, recurrent_subclass
+from dflash_mlx.targets.recurrent import recurrent_subclass
 
 BASE = LLAMA | {"num_hidden_layers": 4, "head_dim": 8, "norm_eps": 1e-6, "layer_norm_epsilon": 1e-6}
 GATED_DELTA = BASE | {
@@ -209,10 +209,36 @@ CONFIGS: dict[str, dict] = {
     },
 }
 
+# Mixtures of experts run on the CPU in float32 only: what makes a model dense, for bfloat16.
+DENSE: dict[str, dict] = {
+    "qwen3_next": {"mlp_only_layers": [0, 1, 2, 3]},
+    "qwen3_5": {},
+    "olmo_hybrid": {},
+    "kimi_linear": {"num_experts": 0},
+    "kimi_k3": {"num_experts": None},
+    "bailing_moe_v3": {"first_k_dense_replace": 4},
+    "mamba2": {},
+    "granitemoehybrid": {},
+    "nemotron_h": {},
+    "falcon_h1": {},
+    "plamo2": {},
+    "mamba": {},
+    "jamba": {"num_experts": 1},
+    "bailing_moe_linear": {"first_k_dense_replace": 4},
+    "bailing_hybrid": {"first_k_dense_replace": 4},
+    "recurrent_gemma": {},
+    "rwkv7": {},
+    "lfm2": {},
+    "lfm2_moe": {"num_dense_layers": 4},
+    "gear": {},
+    "baichuan_m1": {},
+}
+
 
 def model_of(architecture: str, dtype: mx.Dtype = mx.float32):
     """A tiny random model whose recurrent layers remember: gates near 1 as well as near 0."""
-    model = build(architecture, CONFIGS[architecture], dtype=dtype)
+    config = CONFIGS[architecture] | (DENSE[architecture] if dtype == mx.bfloat16 else {})
+    model = build(architecture, config, dtype=dtype)
     changed = []
     for name, weight in tree_flatten(model.parameters()):
         if name.endswith("A_log"):
@@ -379,3 +405,40 @@ def test_rounds_equal_plain_decoding(architecture):
         assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
         assert relative(mine, theirs) < FLOAT32
     assert [type(m) for m in model.modules()] == expected_classes
+
+
+@pytest.mark.parametrize("architecture", DENSE)
+def test_bfloat16_stays_as_close_as_blocks_of_the_model_itself(architecture):
+    rng = random.Random(architecture)
+    model = model_of(architecture, mx.bfloat16)
+    rounds = Rounds(model, PROMPT)
+    logits = []
+    for width, accepted in [(8, 3), (1, 0), (8, 7), (4, 0)]:
+        drafted = [rng.randrange(VOCAB) for _ in range(width - 1)]
+        logits.append(rounds.verify(drafted)[: accepted + 1])
+        rounds.commit(drafted, accepted, rng.randrange(VOCAB))
+    plain_logits, plain_cache = stepwise(model, rounds.tokens[:-1], len(PROMPT) - 1)
+    whole = make_prompt_cache(model)
+    model(mx.array([PROMPT[:-1]]), cache=whole)
+    block_logits = model(mx.array([rounds.tokens[len(PROMPT) - 1 : -1]]), cache=whole)[0]
+    # Where plain blocks and plain steps agree to the bit, so do we; else both are off by roundings of bfloat16.
+    plain_error = relative(block_logits, plain_logits)
+    assert relative(mx.concatenate(logits), plain_logits) <= 4 * plain_error
+    for mine, theirs in zip(recurrent_states(rounds.release()), recurrent_states(plain_cache), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert relative(mine, theirs) <= max(1e-6, 4 * plain_error)
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_plain_decoding_goes_on_after_release(architecture):
+    model = model_of(architecture)
+    rounds = Rounds(model, PROMPT)
+    objects = list(rounds.plain)
+    drafted = [4, 80, 33, 6]
+    mx.eval(rounds.verify(drafted))
+    rounds.commit(drafted, 2, 17)
+    handed_back = rounds.release()
+    assert all(a is b for a, b in zip(handed_back, objects, strict=True) if isinstance(b, ArraysCache))
+    logits = model(mx.array([[17]]), cache=handed_back)[0]
+    plain_logits, _ = stepwise(model, [*PROMPT, 4, 80, 17], len(PROMPT) + 2)
+    assert relative(logits, plain_logits) < FLOAT32

@@ -62,6 +62,12 @@ def recurrent_subclass(layer: nn.Module) -> type | None:
     return None if over_block is None else _subclass(base, over_block)
 
 
+def recurrent_swaps(model: nn.Module) -> list[tuple[nn.Module, type]]:
+    """Every recurrent layer of the model with its subclass."""
+    found = ((module, recurrent_subclass(module)) for module in model.modules())
+    return [(module, subclass) for module, subclass in found if subclass is not None]
+
+
 @cached
 def _subclass(base: type, over_block: OverBlock) -> type:
     names = tuple(inspect.signature(base.__call__).parameters)[1:]
@@ -83,4 +89,4 @@ def _leads_list(cache: Any) -> bool:
     return hasattr(cache, "caches") and isinstance(cache.caches[0], RecurrentBlock)
 
 
-__all__ = ["LAYERS", "OverBlock", "recurrent_subclass"]
+__all__ = ["LAYERS", "OverBlock", "recurrent_subclass", "recurrent_swaps"]

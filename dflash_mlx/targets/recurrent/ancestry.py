@@ -41,6 +41,17 @@ def strict_ancestors(block: Block) -> mx.array:
     return mx.array([[j in above[i] for j in range(block.size)] for i in range(block.size)])
 
 
+@lru_cache(maxsize=256)
+def hops(block: Block) -> tuple[mx.array, ...]:
+    """Each node's ancestor 1, 2, 4, ... generations up, int32 [N], as far as the block is deep; N beyond the anchor."""
+    paths = [block.path_to(node) for node in range(block.size)]
+    strides = [1 << i for i in range(max(block.depths).bit_length())]
+    return tuple(
+        mx.array([path[-1 - stride] if len(path) > stride else block.size for path in paths], mx.int32)
+        for stride in strides
+    )
+
+
 @dataclass(frozen=True)
 class Panel:
     """Rows start..stop − 1 of a block and the longest line of descent among them."""

@@ -27,33 +27,34 @@ def gated_delta(
     q, k: [B, N, G, Dk], normalised; v: [B, N, H, Dv]; beta: [B, N, H]; log_gate: [B, N, H], or [B, N, H, Dk] with
     G = H (Kimi's KDA); state: [B, H, Dv, Dk] or None. Returns y float32 [B, N, H, Dv].
 
-    With c the sums of log gates along the paths and R_ij = e^{c_i − c_j} on them:
-    U_i = β_i (v_i − e^{c_i} S_0 k_i) − β_i Σ_j R_ij (k_i·k_j) U_j over strict ancestors,
-    y_i = e^{c_i} S_0 q_i + Σ_j R_ij (q_i·k_j) U_j over ancestors and the node itself.
+    With R_ij the gates behind node j up to node i, multiplied, and R_i0 those from the anchor on:
+    U_i = β_i (v_i − R_i0 S_0 k_i) − β_i Σ_j R_ij (k_i·k_j) U_j over strict ancestors,
+    y_i = R_i0 S_0 q_i + Σ_j R_ij (q_i·k_j) U_j over ancestors and the node itself.
     Source: Yang et al., Gated Delta Networks (2024), section 3; here over a tree and by substitution.
     """
     q, k, v, beta, log_gate = (x.astype(mx.float32).swapaxes(1, 2) for x in (q, k, v, beta, log_gate))
-    sums = path_sums(log_gate, block)
-    decay = decay_between(sums, sums, block.ancestors)
+    decay, _ = decay_between(log_gate, block)
     beta = beta[..., None]
     target = v
     if state is not None:
-        from_keys, from_queries = mx.split(_read_decayed(state, mx.concatenate([k, q], axis=2), sums), 2, axis=2)
+        from_keys, from_queries = _read_decayed(state.astype(mx.float32), k, q, path_sums(log_gate, block))
         target = v - from_keys
     couplings = mx.where(strict_ancestors(block), beta * products(k, k, decay), 0)
     written = substitute(couplings, beta * target, block)
     y = products(q, k, decay) @ written
     if state is not None:
         y = y + from_queries
-    return y.swapaxes(1, 2), Tape(state, k, written, sums)
+    return y.swapaxes(1, 2), Tape(state, ((k, written),), log_gate)
 
 
-def _read_decayed(state: mx.array, rows: mx.array, sums: mx.array) -> mx.array:
-    """S_0 seen from every node, by keys and queries in one pass: rows [B, G, 2N, Dk] to [B, H, 2N, Dv]."""
-    decay = mx.exp(mx.concatenate([sums, sums], axis=2))
-    if sums.ndim == 3:
-        return decay[..., None] * read_state(state.astype(mx.float32), rows)
-    return read_state(state.astype(mx.float32), rows * decay)
+def _read_decayed(state: mx.array, k: mx.array, q: mx.array, sums: mx.array) -> list[mx.array]:
+    """The state that is left of S_0 at every node, read by its key and by its query, each [B, H, N, Dv]."""
+    rows, decay = mx.concatenate([k, q], axis=2), mx.exp(mx.concatenate([sums, sums], axis=2))
+    if decay.ndim == 3:
+        read = decay[..., None] * read_state(state, rows)
+    else:
+        read = read_state(state, rows * decay)
+    return mx.split(read, 2, axis=2)
 
 
 def substitute(couplings: mx.array, right: mx.array, block: Block) -> mx.array:

@@ -15,7 +15,7 @@ from mlx_lm.models.ssm import compute_dt
 
 from ...cache.recurrent import RecurrentBlock
 from .linear_attention import linear_attention
-from .scan import gated_scan, selective_scan
+from .scan import decayed_scan, gated_scan, selective_scan
 from .short_conv import History, causal_conv, with_history
 
 
@@ -35,7 +35,7 @@ def _ssm(
     D: mx.array,
     time_step_limit: tuple[float, float] = (0.001, 100.0),
 ) -> mx.array:
-    """mlx-lm's ssm_attn over the block: x [B, N, H, Dh], B and C [B, N, G, Ds], dt [B, N, H]; returns [B, N, H · Dh]."""
+    """mlx-lm's ssm_attn over the block: x [B, N, H, Dh], B and C [B, N, G, Ds], dt [B, N, H] to [B, N, H · Dh]."""
     dt = compute_dt(dt, layer.dt_bias, time_step_limit)
     log_decay = dt * -mx.exp(layer.A_log).astype(dt.dtype)
     y, tape = linear_attention(C, B, dt[..., None] * x, log_decay, cache[1], cache.block)
@@ -135,14 +135,12 @@ def bailing_moe_linear(
     return _lightning(layer, x, cache, offset, x.dtype)
 
 
-def bailing_hybrid(
-    layer: nn.Module, x: mx.array, cache: RecurrentBlock, mask: Any = None, offset: int = 0
-) -> mx.array:
+def bailing_hybrid(layer: nn.Module, x: mx.array, cache: RecurrentBlock, mask: Any = None, offset: int = 0) -> mx.array:
     return _lightning(layer, x, cache, offset, mx.float32)
 
 
 def _lightning(layer: nn.Module, x: mx.array, cache: RecurrentBlock, offset: int, dtype: mx.Dtype) -> mx.array:
-    """Lightning attention; mlx-lm stores its state as [B, H, Dk, Dv], in `dtype` and with the decay rounded to it."""
+    """Lightning attention; mlx-lm stores its state as [B, H, Dk, Dv] in `dtype`, and rounds the decay to it."""
     B, N, _ = x.shape
     qkv = layer.query_key_value(x).reshape(B, N, -1, layer.head_dim).swapaxes(1, 2)
     q, k, v = mx.split(qkv, 3, axis=1)
@@ -150,10 +148,15 @@ def _lightning(layer: nn.Module, x: mx.array, cache: RecurrentBlock, offset: int
         q, k = layer.query_layernorm(q), layer.key_layernorm(k)
     q, k = layer.rope(q, offset=offset), layer.rope(k, offset=offset)
     q, k, v = (part.swapaxes(1, 2) for part in (q * layer.scale, k, v))
-    log_decay = mx.broadcast_to(mx.log(mx.exp(layer._slope).astype(dtype).astype(mx.float32)), q.shape[:3])
-    stored = None if cache[0] is None else cache[0].swapaxes(2, 3)
-    y, tape = linear_attention(q, k, v, log_decay, stored, cache.block)
-    cache.record(lambda path: [tape.after(path).swapaxes(2, 3).astype(dtype)])
+    decay = mx.exp(layer._slope).astype(dtype)
+    if dtype == mx.float32:
+        stored = None if cache[0] is None else cache[0].swapaxes(2, 3)
+        log_decay = mx.broadcast_to(mx.log(decay), q.shape[:3])
+        y, sums = linear_attention(q, k, v, log_decay, stored, cache.block)
+        cache.record(lambda path: [sums.after(path).swapaxes(2, 3)])
+    else:
+        y, steps = decayed_scan(q, k, v, decay, cache[0], cache.block)
+        cache.record(lambda path: [steps.after(path)])
     return layer.dense(layer.g_norm(y.astype(q.dtype).flatten(2)) * mx.sigmoid(layer.g_proj(x)))
 
 

@@ -13,7 +13,9 @@ from mlx_lm.models.gated_delta import normalize_qk
 
 from ...cache.recurrent import RecurrentBlock
 from .gated_delta import gated_delta
+from .linear_attention import Tape
 from .rwkv7 import rwkv7
+from .scan import Steps, scan
 from .short_conv import History, causal_conv, shifted, with_history
 
 
@@ -186,19 +188,31 @@ def rwkv7_time_mixing(
     else:
         value = value + (v_first - value) * _per_head(layer, mx.sigmoid(layer.v_lora(xv)))
     decay = mx.sigmoid(_per_head(layer, layer.w_lora(mixed(layer.x_w)))).astype(mx.float32)
-    # mlx-lm rounds the decay to the dtype of the activations; it is at least 0.54, so its log is safe.
-    log_decay = mx.log(mx.exp(-0.606531 * decay).astype(receptance.dtype).astype(mx.float32))
+    decay = mx.exp(-0.606531 * decay).astype(receptance.dtype)
     direction = key * layer.k_k
     direction = direction / mx.maximum(mx.linalg.norm(direction, axis=-1, keepdims=True), 1e-7)
     key = key * (1 + (rate - 1) * layer.k_a)
-
-    y, tape = rwkv7(receptance, log_decay, key, value, -direction, direction * rate, cache[1], cache.block)
-    dtype = receptance.dtype if cache[1] is None else cache[1].dtype
-    cache.record(lambda path: [history.after(path), tape.after(path).astype(dtype)], slots=(0, 1))
+    y, tape = _wkv(layer, (receptance, decay, key, value, -direction, direction * rate), cache)
+    cache.record(lambda path: [history.after(path), tape.after(path)], slots=(0, 1))
 
     out = layer.g_norm(y.astype(receptance.dtype))
     out = out + (receptance * key * layer.r_k).sum(axis=-1, keepdims=True) * value
     return layer.o_proj(out.reshape(B, N, E) * layer.g_lora(mixed(layer.x_g))), v_first
+
+
+def _wkv(layer: nn.Module, parts: tuple[mx.array, ...], cache: RecurrentBlock) -> tuple[mx.array, Tape | Steps]:
+    """The recurrence [B, N, H, D]; mlx-lm keeps its state in the dtype of the activations."""
+    r, w, k, v, a, b = parts
+    if r.dtype == mx.float32:  # the decay is at least 0.54, so its log is safe
+        return rwkv7(r, mx.log(w), k, v, a, b, cache[1], cache.block)
+
+    def step(parents: mx.array | None, nodes: mx.array) -> tuple[mx.array, mx.array]:
+        rows = (mx.take(part, nodes, axis=1).flatten(0, 1)[:, None] for part in parts)
+        y, states = layer._wkv7(*rows, None if parents is None else parents.flatten(0, 1))
+        grouped = (r.shape[0], nodes.size)
+        return states.reshape(*grouped, *states.shape[1:]), y.reshape(*grouped, *r.shape[2:])
+
+    return scan(cache[1], step, cache.block)
 
 
 def rwkv7_channel_mixing(layer: nn.Module, x: mx.array, cache: RecurrentBlock) -> mx.array:

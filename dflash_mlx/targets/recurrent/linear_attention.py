@@ -1,8 +1,9 @@
-"""State with decay is a sum over ancestors: S_i = e^{c_i} S_0 + Σ_j e^{c_i − c_j} v_j k_jᵀ.
+"""State with decay is a sum over ancestors: S_i = e^{c_i0} S_0 + Σ_j e^{c_ij} v_j k_jᵀ.
 
-c_i is the sum of the log decays on the way to node i. The decay between two nodes is always the exponential of a
-difference of such sums, masked with −∞ off the path: never a quotient of products, which overflows. All in float32.
-Mamba-2 and lightning attention are this sum; the delta rules solve for their v first (gated_delta, rwkv7).
+c_ij is the sum of the log decays behind node j up to node i. It is always added up, never a difference of sums from
+the anchor (which cancels after one strong decay) and never a quotient of products (which overflows). Off the path it
+is −∞ before the exponential. All in float32. Mamba-2 and lightning attention are this sum; the delta rules solve for
+their v first (gated_delta, rwkv7).
 """
 
 from __future__ import annotations
@@ -12,30 +13,34 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ...cache.block import Block
+from .ancestry import hops, strict_ancestors
 
 
 @dataclass(frozen=True)
 class Tape:
     """What the states of a block follow from.
 
-    state: [B, H, Dv, Dk] before the block, None for zeros. keys: [B, G, N, Dk], each shared by H / G heads.
-    values: [B, H, N, Dv]. decay: sums of log decays along the paths, [B, H, N], or per key channel [B, H, N, Dk].
+    state: [B, H, Dv, Dk] before the block, None for zeros. writes: pairs of keys [B, G, N, Dk], each shared by H / G
+    heads, and values [B, H, N, Dv]. log_decay: [B, H, N], or per key channel [B, H, N, Dk] with G = H.
     """
 
     state: mx.array | None
-    keys: mx.array
-    values: mx.array
-    decay: mx.array
+    writes: tuple[tuple[mx.array, mx.array], ...]
+    log_decay: mx.array
 
     def after(self, path: tuple[int, ...]) -> mx.array:
         """The state behind the path's last node, float32 [B, H, Dv, Dk]."""
         nodes = mx.array(path, mx.int32)
-        keys, values, decay = (mx.take(x, nodes, axis=2) for x in (self.keys, self.values, self.decay))
-        last = decay[:, :, -1:]
-        since, kept = mx.exp(last - decay), mx.exp(last)
-        if decay.ndim == 3:
-            return _plus_outer(self.state, kept[..., None], values * since[..., None], keys)
-        return _plus_outer(self.state, kept, values, keys * since)
+        log_decay = mx.take(self.log_decay, nodes, axis=2)
+        kept = mx.exp(log_decay.sum(axis=2, keepdims=True))
+        since = mx.exp(mx.cumsum(log_decay, axis=2, reverse=True, inclusive=False))
+        keys, values = [], []
+        for k, v in self.writes:
+            k, v = mx.take(k, nodes, axis=2), mx.take(v, nodes, axis=2)
+            keys.append(k if since.ndim == 3 else k * since)
+            values.append(v * since[..., None] if since.ndim == 3 else v)
+        kept = kept[..., None] if kept.ndim == 3 else kept
+        return _plus_outer(self.state, kept, mx.concatenate(values, axis=2), mx.concatenate(keys, axis=2))
 
 
 def _plus_outer(state: mx.array | None, kept: mx.array, values: mx.array, keys: mx.array) -> mx.array:
@@ -49,21 +54,28 @@ def _plus_outer(state: mx.array | None, kept: mx.array, values: mx.array, keys: 
     return mx.addmm((kept * state).reshape(B, G, -1, Dk), columns, keys).reshape(B, H, Dv, Dk)
 
 
-def path_sums(log_decay: mx.array, block: Block) -> mx.array:
-    """Sum of log decays from the anchor to each node; the nodes are axis 2 of [B, H, N] or [B, H, N, Dk].
+def path_sums(x: mx.array, block: Block) -> mx.array:
+    """Sum over each node and its ancestors; the nodes are axis 2 of [B, H, N, ...].
 
     Added up, not multiplied by the ancestor matrix: a matmul may run in reduced precision on some devices.
     """
     if block.is_chain:
-        return mx.cumsum(log_decay, axis=2)
-    on_path = block.ancestors if log_decay.ndim == 3 else block.ancestors[..., None]
-    return mx.where(on_path, mx.expand_dims(log_decay, 2), 0).sum(axis=3)
+        return mx.cumsum(x, axis=2)
+    beyond = mx.zeros_like(x[:, :, :1])
+    for ancestors in hops(block):
+        x = x + mx.take(mx.concatenate([x, beyond], axis=2), ancestors, axis=2)
+    return x
 
 
-def decay_between(later: mx.array, earlier: mx.array, on_path: mx.array) -> mx.array:
-    """exp(later_i − earlier_j) where on_path[i, j], else 0: [B, H, N, N] or [B, H, N, N, Dk]."""
-    difference = mx.expand_dims(later, 3) - mx.expand_dims(earlier, 2)
-    return mx.exp(mx.where(on_path if later.ndim == 3 else on_path[..., None], difference, -mx.inf))
+def decay_between(log_decay: mx.array, block: Block) -> tuple[mx.array, mx.array]:
+    """Decay from node j to node i, 0 where j is no ancestor of i; and its logarithm, which is 0 there.
+
+    log_decay: [B, H, N] or [B, H, N, Dk]; returns [B, H, N, N] or [B, H, N, N, Dk] twice.
+    """
+    by_channel = log_decay.ndim == 4
+    strict, on_path = (m[..., None] if by_channel else m for m in (strict_ancestors(block), block.ancestors))
+    logs = path_sums(mx.where(strict, mx.expand_dims(log_decay, 3), 0), block)
+    return mx.exp(mx.where(on_path, logs, -mx.inf)), logs
 
 
 def products(rows: mx.array, columns: mx.array, decay: mx.array) -> mx.array:
@@ -98,8 +110,8 @@ def linear_attention(
     Returns y float32 [B, N, H, Dv] and the tape.
     """
     q, k, v = (x.astype(mx.float32).swapaxes(1, 2) for x in (q, k, v))
-    sums = path_sums(log_decay.astype(mx.float32).swapaxes(1, 2), block)
-    y = products(q, k, decay_between(sums, sums, block.ancestors)) @ v
+    log_decay = log_decay.astype(mx.float32).swapaxes(1, 2)
+    y = products(q, k, decay_between(log_decay, block)[0]) @ v
     if state is not None:
-        y = y + mx.exp(sums)[..., None] * read_state(state.astype(mx.float32), q)
-    return y.swapaxes(1, 2), Tape(state, k, v, sums)
+        y = y + mx.exp(path_sums(log_decay, block))[..., None] * read_state(state.astype(mx.float32), q)
+    return y.swapaxes(1, 2), Tape(state, ((k, v),), log_decay)
