@@ -59,5 +59,5 @@ ifeq ($(SYSTEM),Linux)
 	  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq libopenblas0-pthread; } \
 	  >/dev/null </dev/null || true
 	@[ -n "$$($(FIND_OPENBLAS))" ] || \
-	  echo "OpenBLAS was not found, so float32 matmuls run tens of times slower here: install libopenblas0-pthread."
+	  echo "OpenBLAS was not found, so float32 matmuls run many times slower here: install libopenblas0-pthread."
 endif
