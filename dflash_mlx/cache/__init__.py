@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from ..errors import UnsupportedTargetError
 from .block import Block, BlockCache, Positions
 from .chunked import ChunkedBlock
 from .kv import KVBlock
 from .lists import ListBlock
+from .recurrent import RecurrentBlock
 from .sliding import SlidingBlock
 
 # Exact classes, not subclasses: a subclass may store its rows in another way.
@@ -20,6 +21,7 @@ KINDS: dict[type, Callable[[Any], BlockCache]] = {
     QuantizedKVCache: KVBlock,
     RotatingKVCache: SlidingBlock,
     ChunkedKVCache: ChunkedBlock,
+    ArraysCache: RecurrentBlock,
     CacheList: lambda cache: ListBlock(cache, [carry(member) for member in cache.caches]),
 }
 
@@ -43,6 +45,7 @@ __all__ = [
     "KVBlock",
     "ListBlock",
     "Positions",
+    "RecurrentBlock",
     "SlidingBlock",
     "carry",
 ]

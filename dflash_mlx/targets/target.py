@@ -19,6 +19,7 @@ from ..cache import Block, BlockCache, carry
 from ..errors import TargetStateError
 from .anatomy import Anatomy, dissect
 from .instrument import Swaps, Taps, rope_swaps, swapped
+from .recurrent import recurrent_swaps
 from .verification import Verification
 
 
@@ -203,12 +204,16 @@ class Target:
             self._opened.append(cache)
 
     @cached_property
+    def _chain_swaps(self) -> Swaps:
+        """Attention takes mlx-lm's own path: an integer offset, the stock mask and kernels."""
+        return [*recurrent_swaps(self.model), *self._taps.swaps]
+
+    @cached_property
     def _tree_swaps(self) -> Swaps:
-        return [*self._taps.swaps, *rope_swaps(self.model)]
+        return [*self._chain_swaps, *rope_swaps(self.model)]
 
     def _swaps(self, block: Block) -> Swaps:
-        """A chain takes the stock path: an integer offset, the stock mask and kernels."""
-        return self._taps.swaps if block.is_chain else self._tree_swaps
+        return self._chain_swaps if block.is_chain else self._tree_swaps
 
     def _quantize_where_due(self) -> None:
         if self._kv_quantization is None:
