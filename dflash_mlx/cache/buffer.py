@@ -29,6 +29,7 @@ class RowBuffer:
         self.end = end
         self.gap = end - (0 if keys is None else keys.shape[2])
         self._retain, self._keep = retain, keep
+        self._written: tuple[mx.array, mx.array] | None = None
 
     @property
     def end_row(self) -> int:
@@ -49,6 +50,7 @@ class RowBuffer:
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Write [B, H, L, D] behind `end`; `make_room` was called before."""
+        self._written = keys, values
         if self.keys is None:
             room = self._rounded(keys.shape[2])
             self.keys, self.values = (mx.zeros((*x.shape[:2], room, x.shape[3]), x.dtype) for x in (keys, values))
@@ -62,13 +64,21 @@ class RowBuffer:
         return self.keys[..., first_row : self.end_row, :], self.values[..., first_row : self.end_row, :]
 
     def keep_path(self, base: int, path: tuple[int, ...]) -> None:
-        """Of the block written at position `base` keep the rows of `path` (nodes), in order."""
-        if not is_prefix(path):
-            first = base - self.gap
-            taken = mx.array(path) + first
-            for x in (self.keys, self.values):
-                x[..., first : first + len(path), :] = mx.take(x, taken, axis=2)
-        self.end = base + len(path)
+        """Of the block written at position `base` keep the rows of `path` (nodes), in order.
+
+        The rows come from what was appended, not from the arrays: reading there in the graph that writes there would
+        make MLX copy the arrays.
+        """
+        if self._written is not None and not is_prefix(path):
+            taken = mx.array(path)
+            self.end = base
+            self.append(*(mx.take(x, taken, axis=2) for x in self._written))
+        self._written = None
+        self.cut(base + len(path))
+
+    def cut(self, end: int) -> None:
+        """Drop what stands at and behind position `end`."""
+        self.end = min(self.end, end)
 
     def snapshot(self) -> Any:
         """References, no copy. Whoever writes next while the snapshot lives copies the arrays, once."""

@@ -1,6 +1,7 @@
-"""Full attention: the block is appended; commit moves the offset, for a tree after gathering the path's rows.
+"""Full attention: the block is appended; commit moves the offset, for a tree after writing the path's rows in order.
 
-Rows at and behind the offset are dead, so a chain needs no work on the arrays at all.
+Rows at and behind the offset are dead, so a chain needs no work on the arrays at all. A tree's rows are held beside the
+arrays until commit: reading them out of the arrays in the graph that writes there would make MLX copy the whole cache.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from .block import Block, Positions, is_prefix, tree_mask
@@ -21,6 +22,7 @@ class KVBlock:
         self._cache = cache
         self._base = cache.offset
         self._block = Block.chain(1)
+        self._written: tuple[mx.array, mx.array] | None = None
 
     # What the model sees.
 
@@ -34,6 +36,8 @@ class KVBlock:
         return tree_mask(self._block, self._base, window=window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        if not self._block.is_chain:
+            self._written = keys, values
         return self._cache.update_and_fetch(keys, values)
 
     # Models also put dependencies on a cache's arrays by assigning to them; they must reach the cache itself.
@@ -61,18 +65,19 @@ class KVBlock:
     # What the engine sees.
 
     def open(self, block: Block) -> None:
-        self._block, self._base = block, self._cache.offset
+        self._block, self._base, self._written = block, self._cache.offset, None
 
     def commit(self, path: tuple[int, ...]) -> None:
-        cache, base, rows = self._cache, self._base, len(path)
-        if not is_prefix(path):
-            taken = mx.array(path) + base
-            cache.keys = tree_map(lambda x: _moved(x, taken, base, rows), cache.keys)
-            cache.values = tree_map(lambda x: _moved(x, taken, base, rows), cache.values)
-        cache.offset = base + rows
+        if self._written is not None and not is_prefix(path):
+            taken = mx.array(path)
+            self._cache.offset = self._base
+            self._cache.update_and_fetch(*(mx.take(x, taken, axis=2) for x in self._written))
+        self._written = None
+        self.rewind(len(path))
 
     def rewind(self, rows: int) -> None:
-        self._cache.offset = self._base + rows
+        # A cache that the forward never reached, as some models have, stays where it is.
+        self._cache.offset = min(self._cache.offset, self._base + rows)
 
     def snapshot(self) -> int:
         """The offset: later rounds write behind it. Coming back to an older snapshot ends the younger ones."""
@@ -80,14 +85,10 @@ class KVBlock:
 
     def restore(self, snapshot: int) -> None:
         self._cache.offset = snapshot
+        self.open(Block.chain(1))
 
     def release(self) -> KVCache | QuantizedKVCache:
         return self._cache
 
     def arrays(self) -> list[mx.array]:
         return [array for _, array in tree_flatten([self._cache.keys, self._cache.values]) if array is not None]
-
-
-def _moved(x: mx.array, taken: mx.array, base: int, rows: int) -> mx.array:
-    x[..., base : base + rows, :] = mx.take(x, taken, axis=-2)
-    return x

@@ -90,7 +90,7 @@ class SlidingBlock:
         self._rows.keep_path(self._base, path)
 
     def rewind(self, rows: int) -> None:
-        self._rows.end = self._base + rows
+        self._rows.cut(self._base + rows)
 
     def snapshot(self) -> Any:
         """References to the arrays: the next write copies them once per snapshot that lives, window + slack rows."""
