@@ -14,8 +14,6 @@ from test_recurrent_zoo import (
     DENSE,
     FLOAT32,
     PROMPT,
-    Listed,
-    carried,
     model_of,
     over_blocks,
     relative,
@@ -23,9 +21,8 @@ from test_recurrent_zoo import (
 )
 from tiny import VOCAB
 
-from dflash_mlx.cache import Block, Positions
+from dflash_mlx.cache import Block, Positions, carry
 from dflash_mlx.cache.block import tree_mask
-from dflash_mlx.cache.recurrent import RecurrentBlock
 from dflash_mlx.targets.instrument import rope_swaps, swapped
 from dflash_mlx.targets.recurrent import LAYERS, recurrent_subclass
 
@@ -98,13 +95,10 @@ def over_tree(layer, arguments, rows, block):
     cache = copy.deepcopy(arguments["cache"])
     changed = dict(rows)
     if isinstance(cache, CacheList):
-        base = cache[1].offset
-        cache = Listed(cache)
-        changed["mask"] = tree_mask(block, base)
-    else:
-        cache = RecurrentBlock(cache)
+        changed["mask"] = tree_mask(block, cache[1].offset)
     if "offset" in arguments:
         changed["offset"] = Positions(arguments["offset"], block)
+    cache = carry(cache)
     cache.open(block)
     with swapped([(layer, recurrent_subclass(layer)), *rope_swaps(layer)]):
         return first(layer(**arguments | changed | {"cache": cache})), cache
@@ -138,23 +132,20 @@ def test_nodes_of_a_layer_equal_steps_along_their_paths(architecture, dtype):
                 assert relative(mine, theirs) <= state_tolerance
 
 
-ROTATING = {"gear", "recurrent_gemma", "baichuan_m1"}  # a sliding window carries trees in its own tests
-
-
-@pytest.mark.parametrize("architecture", [a for a in CONFIGS if a not in ROTATING])
+@pytest.mark.parametrize("architecture", CONFIGS)
 def test_nodes_of_a_model_equal_plain_decoding_of_their_paths(architecture):
     rng = random.Random(architecture)
     model = model_of(architecture)
     tokens = list(PROMPT)
     plain = make_prompt_cache(model)
     model(mx.array([tokens[:-1]]), cache=plain)
-    caches = [carried(c) for c in plain]
+    caches = [carry(c) for c in plain]
     for size in (12, 1, 5, 18):
         block = random_block(rng, size)
         nodes = [tokens[-1], *(rng.randrange(VOCAB) for _ in range(size - 1))]
         for cache in caches:
             cache.open(block)
-        with over_blocks(model), swapped(rope_swaps(model)):
+        with over_blocks(model):
             logits = model(mx.array([nodes]), cache=caches)[0]
         for node in {0, size // 2, size - 1}:
             path = [nodes[i] for i in block.path_to(node)]

@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.nn as nn
 
+from ...cache.lists import ListBlock
 from ...cache.recurrent import RecurrentBlock
 from . import layers_conv, layers_decay, layers_delta
 
@@ -86,7 +87,7 @@ def _subclass(base: type, over_block: OverBlock) -> type:
 
 def _leads_list(cache: Any) -> bool:
     """Whether this is a list of caches whose first carries a block: attention that convolves its keys and values."""
-    return hasattr(cache, "caches") and isinstance(cache.caches[0], RecurrentBlock)
+    return isinstance(cache, ListBlock) and isinstance(cache[0], RecurrentBlock)
 
 
 __all__ = ["LAYERS", "OverBlock", "recurrent_subclass", "recurrent_swaps"]
