@@ -24,8 +24,9 @@ endif
 demo: $(VENV)/installed blas
 	@$(PRELOAD) $(BIN)/dflash-mlx demo --prompt "$$PROMPT"
 
+# Two workers share the cores; BLAS threads of each would only wait for one another.
 test: $(VENV)/installed-test blas
-	$(PRELOAD) $(BIN)/python -m pytest -q -n 2
+	$(PRELOAD) OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
