@@ -28,7 +28,7 @@ class RowBuffer:
         self.keys, self.values = keys, values
         self.end = end
         self.gap = end - (0 if keys is None else keys.shape[2])
-        self._retain, self._keep = retain, keep
+        self._retain, self._keep, self._room = retain, keep, 0
         self._written: tuple[mx.array, mx.array] | None = None
 
     @property
@@ -38,9 +38,9 @@ class RowBuffer:
 
     def make_room(self, rows: int) -> None:
         """Make sure that `rows` rows fit behind `end` without touching those that may still be seen."""
+        self._room = room = -(-rows // self.step) * self.step
         if self.keys is None or self.end_row + rows <= self.keys.shape[2]:
             return
-        room = self._rounded(rows)
         drop = self._surplus()
         self.keys, self.values = (
             mx.concatenate([*self._parts(x), mx.zeros((*x.shape[:2], room, x.shape[3]), x.dtype)], axis=2)
@@ -52,9 +52,10 @@ class RowBuffer:
         """Write [B, H, L, D] behind `end`; `make_room` was called before."""
         self._written = keys, values
         if self.keys is None:
-            room = self._rounded(keys.shape[2])
+            room = self._room
             self.keys, self.values = (mx.zeros((*x.shape[:2], room, x.shape[3]), x.dtype) for x in (keys, values))
         first, last = self.end_row, self.end_row + keys.shape[2]
+        assert last <= self.keys.shape[2], "make_room was called for this many rows"
         self.end += keys.shape[2]
         self.keys[..., first:last, :] = keys
         self.values[..., first:last, :] = values
@@ -105,9 +106,6 @@ class RowBuffer:
             return [x[..., : self.end_row, :]]
         behind_sinks = x[..., self._keep + drop : self.end_row, :]
         return [x[..., : self._keep, :], behind_sinks] if self._keep else [behind_sinks]
-
-    def _rounded(self, rows: int) -> int:
-        return -(-rows // self.step) * self.step
 
 
 def _handle(x: mx.array | None) -> mx.array | None:
