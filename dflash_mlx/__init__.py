@@ -11,6 +11,7 @@ from .errors import (
 )
 from .generate import GenerationResponse, generate, stream_generate
 from .load import load, load_draft
+from .prompt_cache import PromptCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
 from .speculative.sampling import make_sampler
 from .speculative.statistics import Statistics
 from .version import __version__
@@ -21,6 +22,7 @@ __all__ = [
     "DFlashError",
     "GenerationResponse",
     "PairMismatchError",
+    "PromptCache",
     "Statistics",
     "TargetStateError",
     "UnsupportedOptionError",
@@ -29,6 +31,9 @@ __all__ = [
     "generate",
     "load",
     "load_draft",
+    "load_prompt_cache",
+    "make_prompt_cache",
     "make_sampler",
+    "save_prompt_cache",
     "stream_generate",
 ]

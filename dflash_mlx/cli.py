@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import setup_arg_parser
-from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache
+from mlx_lm.models.cache import QuantizedKVCache
 
 from . import check, demo, doctor, machine
 from .bench.prompts import PROMPTS, Prompt
@@ -22,6 +22,7 @@ from .draft import DFlashDraft
 from .errors import DFlashError, TargetStateError, UnsupportedOptionError
 from .generate import generate, stream_generate
 from .load import load, load_draft
+from .prompt_cache import load_prompt_cache
 from .speculative.sampling import Sampler, make_sampler
 
 DEFAULT = "default"
@@ -227,12 +228,7 @@ def _load_prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict
     """mlx-lm's rules for a cache file: it brings its model along, and kv flags must agree with it."""
     if args.prompt_cache_file is None:
         return None, {}
-    try:
-        cache, metadata = load_prompt_cache(args.prompt_cache_file, return_metadata=True)
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
-        raise DFlashError(
-            f"--prompt-cache-file {args.prompt_cache_file} cannot be read ({error}); make it with mlx_lm.cache_prompt."
-        ) from error
+    cache, metadata = load_prompt_cache(args.prompt_cache_file, return_metadata=True)
     if isinstance(cache[0], QuantizedKVCache):
         for flag, given, held in (
             ("--kv-bits", args.kv_bits, cache[0].bits),

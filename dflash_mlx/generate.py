@@ -18,6 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .draft import DFlashDraft
 from .errors import DFlashError, UnsupportedOptionError
 from .load import check_pair
+from .prompt_cache import PromptCache
 from .speculative.accept import make_rule
 from .speculative.ending import Ending
 from .speculative.loop import Step, speculate
@@ -203,9 +204,22 @@ def _speculative(
         eos_token_ids=request.eos_token_ids,
         kv_quantization=quantization,
     )
-    proposer = DraftProposer(draft, target, block_size=size, sampler=sampler)
+    context = caches.draft_context(draft, target.position) if isinstance(caches, PromptCache) else None
+    proposer = DraftProposer(draft, target, block_size=size, sampler=sampler, context=context)
+    statistics = Statistics(unseen_tokens=target.position if context is None else 0)
     text = TextStream(tokenizer.detokenizer, stops)
-    return respond(target, proposer, request, text, bool(stops), stream, keep_cache)
+    responses = respond(target, proposer, request, text, bool(stops), stream, keep_cache, statistics)
+    return _remembering(caches, draft, proposer, responses) if isinstance(caches, PromptCache) else responses
+
+
+def _remembering(
+    cache: PromptCache, draft: DFlashDraft, proposer: DraftProposer, responses: Iterator[GenerationResponse]
+) -> Iterator[GenerationResponse]:
+    """Leave the draft context with the cache when the generation ends, however it ends."""
+    try:
+        yield from responses
+    finally:
+        cache.remember(draft, proposer.context)
 
 
 def respond(
@@ -216,9 +230,10 @@ def respond(
     has_stops: bool,
     stream: mx.Stream,
     keep_cache: bool,
+    statistics: Statistics | None = None,
 ) -> Iterator[GenerationResponse]:
     """Steps to responses, one per token."""
-    statistics = Statistics()
+    statistics = Statistics() if statistics is None else statistics
     ending = Ending(request.eos_token_ids, request.max_tokens, text.push if has_stops else None)
     with wired_limit(target.model, [stream]):
         started = time.perf_counter()

@@ -37,6 +37,9 @@ class ScriptedProposer:
         wrong = self._corrupt_every and position % self._corrupt_every == 0
         return (token + 1) % self._vocab_size if wrong else token
 
+    def rewind(self, position: int) -> None:
+        assert position <= self.committed
+
     def arrays(self) -> list[mx.array]:
         return []
 

@@ -274,3 +274,45 @@ def test_context_that_rope_scaling_stretches_is_not_guessed():
     assert context_size(build("llama")) == 4096
     scaled = LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}
     assert context_size(build("llama", scaled)) is None
+
+
+# Prompt caches that keep the draft context.
+
+
+def spoken(model, draft, tokenizer, prompt, cache, num_tokens=13):
+    responses = list(stream_generate(model, tokenizer, prompt, num_tokens, draft, prompt_cache=cache))
+    return [r.token for r in responses], [r.from_draft for r in responses], responses[-1].statistics
+
+
+@pytest.mark.parametrize("stop_after", [1, 4, 9, 13])
+@pytest.mark.parametrize("through_file", [False, True])
+def test_draft_context_stays_with_our_prompt_cache(model, draft, tokenizer, tmp_path, stop_after, through_file):
+    """The second turn drafts exactly as a run over the whole text does; a plain list says what the draft misses."""
+    cache = dflash_mlx.make_prompt_cache(model)
+    stream = stream_generate(model, tokenizer, PROMPT, 13, draft, prompt_cache=cache)
+    first = [r.token for r in itertools.islice(stream, stop_after)]
+    stream.close()
+    if through_file:
+        file = str(tmp_path / "cache.safetensors")
+        dflash_mlx.save_prompt_cache(file, cache, {"model": "x"})
+        assert len(load_prompt_cache(file)) == len(cache)  # mlx-lm reads it as its own
+        cache, metadata = dflash_mlx.load_prompt_cache(file, return_metadata=True)
+        assert metadata == {"model": "x"}
+    turn = [8, 1, 40]
+    tokens, from_draft, statistics = spoken(model, draft, tokenizer, turn, cache)
+    whole = spoken(model, draft, tokenizer, PROMPT + first + turn, None)
+    assert (tokens, from_draft) == whole[:2] and statistics.unseen_tokens == 0
+    again = make_prompt_cache(model)
+    spoken(model, draft, tokenizer, PROMPT, again)
+    assert spoken(model, draft, tokenizer, turn, again)[2].unseen_tokens == len(PROMPT) + 13
+
+
+def test_context_of_another_draft_or_another_place_is_not_used(model, draft, tokenizer):
+    cache = dflash_mlx.make_prompt_cache(model)
+    first, _, _ = spoken(model, draft, tokenizer, PROMPT, cache)
+    other = random_draft(seed=9)
+    second, _, statistics = spoken(model, other, tokenizer, [8], cache)
+    assert statistics.unseen_tokens == len(PROMPT) + 13
+    list(mlx_lm.stream_generate(model, tokenizer, [30], 5, prompt_cache=cache))  # moves on without the draft
+    assert spoken(model, other, tokenizer, [8], cache)[2].unseen_tokens == len(PROMPT) + 13 + 1 + 13 + 1 + 5
+    assert second == plain_tokens(model, [*PROMPT, *first, 8], 13)

@@ -11,7 +11,7 @@ LAYERS = [
     {"cli"},
     {"server", "train", "demo", "check", "doctor", "bench"},
     {"generate"},
-    {"load", "text"},
+    {"load", "text", "prompt_cache"},
     {"speculative"},
     {"targets"},
     {"draft"},

@@ -46,6 +46,9 @@ class NoisyProposer:
         # Told to the rule, they are samples of draft_probs; untold, they are just tokens.
         return Proposal.chain(tokens, mx.broadcast_to(self._probs, (size, VOCAB)) if self._samples else None)
 
+    def rewind(self, position):
+        pass
+
     def arrays(self):
         return []
 

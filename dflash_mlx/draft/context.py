@@ -61,6 +61,14 @@ class DraftContext:
         for rows in self._layers:
             rows.size = max(0, rows.size - num_tokens)
 
+    def rows(self) -> list[tuple[mx.array, mx.array]]:
+        """Per layer the K/V [1, H, n, D] that it attends, oldest first."""
+        return [
+            rows.read(rows.size - self.length(layer), rows.size)
+            for layer, rows in enumerate(self._layers)
+            if rows.buffers
+        ]
+
     def arrays(self) -> list[mx.array]:
         """What may be pending."""
         return [x for rows in self._layers for x in rows.buffers]

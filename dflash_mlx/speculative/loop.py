@@ -65,8 +65,8 @@ def speculate(
                 width = proposal.block.size
                 if not acceptance.draft_finite:
                     proposer.mend()
+                proposer.extend(along(proposal.tokens[0], path), _committed(verification.hidden, path))
                 if finish_reason is None:
-                    proposer.extend(along(proposal.tokens[0], path), _committed(verification.hidden, path))
                     proposal = proposer.propose(acceptance.bonus_token, target.widest(ending.remaining))
                     mx.async_eval(proposal.tokens, proposer.arrays())
             num_accepted = min(kept, acceptance.num_accepted)
@@ -80,15 +80,15 @@ def speculate(
             anchor, step = acceptance.bonus_token, None
     finally:
         with mx.stream(stream):
-            _settle(target, step, anchor, keep_cache)
+            _settle(target, proposer, step, anchor, keep_cache)
 
 
 def _committed(hidden: mx.array | None, path: tuple[int, ...]) -> mx.array | None:
     return None if hidden is None else along(hidden[0], path)[None]
 
 
-def _settle(target: Target, step: Step | None, anchor: int, keep_cache: bool) -> None:
-    """Bring the caches to the tokens taken and hand them back as mlx-lm's own."""
+def _settle(target: Target, proposer: Proposer, step: Step | None, anchor: int, keep_cache: bool) -> None:
+    """Bring the caches and the proposer to the tokens taken and hand the caches back as mlx-lm's own."""
     pending: int | None = None
     if step is None:  # the round failed half way
         target.abort()
@@ -99,17 +99,20 @@ def _settle(target: Target, step: Step | None, anchor: int, keep_cache: bool) ->
             target.rewind(rows)
         if step.taken == step.rows:
             pending = step.tokens[-1]
+    proposer.rewind(target.position)
     if keep_cache and pending is not None:
-        _run(target, pending)
+        _run(target, proposer, pending)
     target.finish()
 
 
-def _run(target: Target, token: int) -> None:
+def _run(target: Target, proposer: Proposer, token: int) -> None:
     """Commit one token whose choice is already made."""
     try:
-        verification = target.verify(Proposal.single(token))
+        proposal = Proposal.single(token)
+        verification = target.verify(proposal)
         mx.eval(verification.logits)
         target.commit((0,))
     except BaseException:
         target.abort()
         raise
+    proposer.extend(proposal.tokens[0], verification.hidden)

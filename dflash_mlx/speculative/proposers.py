@@ -7,7 +7,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from ..draft import DFlashDraft
+from ..draft import DFlashDraft, DraftContext
 from ..targets.target import Target
 from ..targets.verification import log_softmax
 from .proposal import Proposal
@@ -21,6 +21,9 @@ class Proposer(Protocol):
     def propose(self, anchor: int, width: int) -> Proposal:
         """At most `width` nodes, the anchor included; lazy."""
 
+    def rewind(self, position: int) -> None:
+        """Forget the committed tokens at and behind this absolute position."""
+
     def arrays(self) -> list[mx.array]:
         """What is pending."""
 
@@ -32,7 +35,8 @@ class DraftProposer:
     """A block of the draft as a chain.
 
     block_size: nodes of the block, the anchor included; the draft's own by default. sampler: where it knows its
-    distribution the draft tokens are sampled from the draft's, else they are its argmax.
+    distribution the draft tokens are sampled from the draft's, else they are its argmax. context: of an earlier
+    generation that this one continues.
     """
 
     def __init__(
@@ -42,22 +46,23 @@ class DraftProposer:
         *,
         block_size: int | None = None,
         sampler: SamplerFunction | None = None,
+        context: DraftContext | None = None,
     ):
         self._draft, self._target = draft, target
         self._block_size = block_size or draft.block_size
         self._sampler = sampler if isinstance(sampler, Sampler) else None
-        self._context = draft.make_context(target.position)
+        self.context = draft.make_context(target.position) if context is None else context
 
     def extend(self, tokens: mx.array, hidden: mx.array | None) -> None:
         assert hidden is not None, "the target captures what the draft reads"
-        self._draft.extend(self._context, hidden)
+        self._draft.extend(self.context, hidden)
 
     def propose(self, anchor: int, width: int) -> Proposal:
         size = min(self._block_size, width)
         if size == 1:
             return Proposal.single(anchor)
         block = mx.array([[anchor] + [self._draft.mask_token_id] * (size - 1)])
-        hidden = self._draft(self._draft.embed(block, self._target.embed), self._context)
+        hidden = self._draft(self._draft.embed(block, self._target.embed), self.context)
         # A draft in float16 can overflow; any finite distribution keeps the acceptance exact (FIELD: float16 drafts).
         finite = mx.isfinite(hidden)
         logits = self._draft.logits(mx.where(finite, hidden, 0)[:, 1:], self._target.lm_head)[0]
@@ -71,8 +76,12 @@ class DraftProposer:
         draft_probs = self._sampler.probs(log_softmax(logits))
         return mx.random.categorical(mx.log(draft_probs)), draft_probs
 
+    def rewind(self, position: int) -> None:
+        # Behind a failed round or an overflow the context may be shorter already.
+        self.context.trim(max(0, self.context.position - position))
+
     def arrays(self) -> list[mx.array]:
-        return self._context.arrays()
+        return self.context.arrays()
 
     def mend(self) -> None:
         if self._draft.dtype == mx.float32:
@@ -81,4 +90,4 @@ class DraftProposer:
             return
         warnings.warn(f"The draft's activations overflow in {self._draft.dtype}; it runs in float32.", stacklevel=2)
         self._draft.set_dtype(mx.float32)
-        self._context = self._draft.make_context(self._target.position)
+        self.context = self._draft.make_context(self.context.position)

@@ -20,10 +20,11 @@ class Statistics:
     """What one generation's rounds did; grows while it runs.
 
     The first round, which turns the prompt's last token into the first token, has no draft and is left out of
-    every mean.
+    every mean. unseen_tokens: tokens of the prompt cache handed in that the draft knows nothing of.
     """
 
     rounds: list[Round] = field(default_factory=list)
+    unseen_tokens: int = 0
 
     @property
     def drafted_rounds(self) -> list[Round]:
@@ -59,5 +60,6 @@ class Statistics:
             "acceptance_length": self.acceptance_length,
             "accepted_of_proposed": self.accepted_of_proposed,
             "acceptance_by_position": self.acceptance_by_position,
+            "unseen_tokens": self.unseen_tokens,
             "max_width": max((r.width for r in self.rounds), default=0),
         }
