@@ -25,7 +25,8 @@ class RowBuffer:
     step = 256
 
     def __init__(self, keys: mx.array | None, values: mx.array | None, *, end: int, retain: int, keep: int = 0):
-        self.keys, self.values = keys, values
+        self.keys: Any = keys
+        self.values: Any = values
         self.end = end
         self.gap = end - (0 if keys is None else keys.shape[2])
         self._retain, self._keep, self._room = retain, keep, 0

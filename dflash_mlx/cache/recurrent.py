@@ -8,6 +8,7 @@ next forward consumes the result. All arrays are immutable, so a snapshot is a l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
@@ -15,7 +16,7 @@ from mlx_lm.models.cache import ArraysCache
 from ..errors import TargetStateError, UnsupportedTargetError
 from .block import Block
 
-State = mx.array | None
+State: TypeAlias = Any  # an mx.array, or None before the first token
 StatesAfter = Callable[[tuple[int, ...]], Sequence[State]]
 
 

@@ -60,7 +60,7 @@ def recurrent_subclass(layer: nn.Module) -> type | None:
     base = type(layer)
     package, _, file = base.__module__.rpartition(".")
     over_block = LAYERS.get((file, base.__name__)) if package == "mlx_lm.models" else None
-    return None if over_block is None else _subclass(base, over_block)
+    return None if over_block is None else _subclass(base, over_block)  # type: ignore[arg-type]
 
 
 def recurrent_swaps(model: nn.Module) -> list[tuple[nn.Module, type]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -32,7 +33,7 @@ class Steps:
 
     def after(self, path: tuple[int, ...]) -> mx.array:
         """The state behind the path's last node, [B, ...]."""
-        state = None if self.state is None else self.state[:, None]
+        state: Any = None if self.state is None else self.state[:, None]
         for node in path:
             state, _ = self.step(state, mx.array([node], mx.int32))
         return state.squeeze(1)
