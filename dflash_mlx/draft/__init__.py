@@ -1,8 +1,8 @@
 """Draft models, one file per family, and their checkpoints."""
 
-from .checkpoint import load_draft
+from .checkpoint import load_draft, quantize
 from .config import DraftConfig, parse_config
 from .context import DraftContext
-from .dflash import DFlashDraft
+from .dflash import DFlashDraft, finite
 
-__all__ = ["DFlashDraft", "DraftConfig", "DraftContext", "load_draft", "parse_config"]
+__all__ = ["DFlashDraft", "DraftConfig", "DraftContext", "finite", "load_draft", "parse_config", "quantize"]

@@ -8,39 +8,33 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from huggingface_hub import snapshot_download
 from mlx.utils import tree_flatten
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UnsupportedOptionError
 from .config import ARCHITECTURES, DraftConfig, parse_config
 from .dflash import DFlashDraft
 
-STACKED = ("k_proj", "v_proj")
+SUFFIXES = ("weight", "scales", "biases", "bias")
+AGAIN = "download the draft again"
 
 
 def load_draft(path_or_repo: str | Path, *, dtype: mx.Dtype | None = None) -> DFlashDraft:
     """Load a DFlash draft in the published format (config.json and safetensors, whole or sharded).
 
-    dtype: of the unquantized weights; None keeps the file's, except that on the CPU half precision becomes float32,
-    whose matmuls are tens of times faster there. CheckpointError names what is missing, damaged or unknown.
+    path_or_repo: a local directory, else a repository on the model hub. dtype: of its floating-point weights; None
+    keeps the file's, except that on the CPU half precision becomes float32, whose matmuls are tens of times faster
+    there. CheckpointError names what is missing, damaged or unknown.
     """
     path = _resolve(path_or_repo)
     raw = _read_json(path / "config.json")
-    if not any(name in ARCHITECTURES for name in raw.get("architectures") or []) and "dflash_config" not in raw:
-        kind = ", ".join(raw.get("architectures") or [str(raw.get("model_type", "unknown"))])
-        raise CheckpointError(f"{path} holds a {kind}, not a DFlash draft; give it as the target model instead.")
+    _refuse_whole_model(raw, path)
     config = parse_config(raw, str(path / "config.json"))
-    weights = stack(_read_weights(path), config)
-    draft = DFlashDraft(config)
-    for name in ("embed_tokens", "lm_head"):
-        if f"{name}.weight" in weights:
-            rows, columns = config.vocab_size, config.hidden_size
-            draft[name] = (
-                nn.Embedding(rows, columns) if name == "embed_tokens" else nn.Linear(columns, rows, bias=False)
-            )
-    if "quantization" in raw:
-        _quantize_like(draft, weights, raw["quantization"])
+    quantization = _quantization(raw, path)
+    weights = _uniform_kv(_read_weights(path), config, quantization, path)
+    draft = _build(config, weights, quantization, path)
     _check_tensors(draft, weights, path)
-    draft.load_weights(list(weights.items()))
+    draft.load_weights(list(stack(weights, config).items()))
     draft.eval()
     if dtype is None and mx.default_device() == mx.cpu and draft.dtype != mx.float32:
         dtype = mx.float32
@@ -50,16 +44,29 @@ def load_draft(path_or_repo: str | Path, *, dtype: mx.Dtype | None = None) -> DF
     return draft
 
 
+def quantize(draft: DFlashDraft, bits: int, group_size: int = 64) -> None:
+    """Quantize a draft's matrices in place, as mlx-lm's conversion does; activations keep their type."""
+    if "scales" in draft.kv_proj:
+        raise UnsupportedOptionError(
+            f"This draft is quantized already, at {draft.kv_proj.bits} bits; load it as it is."
+        )
+    try:
+        nn.quantize(draft, group_size=group_size, bits=bits)
+    except (ValueError, RuntimeError) as error:
+        raise UnsupportedOptionError(
+            f"This draft cannot be quantized to {bits} bits in groups of {group_size} ({_first_line(error)}); "
+            "use 2, 3, 4, 5, 6 or 8 bits and groups of 32, 64 or 128 that divide its widths."
+        ) from error
+    mx.eval(draft.parameters())
+
+
 def stack(weights: dict[str, mx.array], config: DraftConfig) -> dict[str, mx.array]:
     """Published names to ours: the K/V projections of all layers become one, row after row."""
     weights = dict(weights)
-    names = [f"layers.{i}.self_attn.{name}" for i in range(config.num_hidden_layers) for name in STACKED]
-    for suffix in ("weight", "scales", "biases", "bias"):
-        parts = {name: weights.pop(f"{name}.{suffix}") for name in names if f"{name}.{suffix}" in weights}
-        if len(parts) == len(names):
-            weights[f"kv_proj.{suffix}"] = mx.concatenate(list(parts.values()))
-        else:  # incomplete: leave the names for the check, which reports them
-            weights |= {f"{name}.{suffix}": part for name, part in parts.items()}
+    for suffix in SUFFIXES:
+        parts = [weights.pop(f"{name}.{suffix}", None) for name in kv_names(config)]
+        if parts[0] is not None:
+            weights[f"kv_proj.{suffix}"] = mx.concatenate(parts)
     return weights
 
 
@@ -67,93 +74,193 @@ def unstack(weights: dict[str, mx.array], config: DraftConfig) -> dict[str, mx.a
     """Our names to the published ones; the inverse of `stack`."""
     weights = dict(weights)
     rows = config.num_key_value_heads * config.head_dim
-    for suffix in ("weight", "scales", "biases", "bias"):
+    for suffix in SUFFIXES:
         stacked = weights.pop(f"kv_proj.{suffix}", None)
-        if stacked is None:
-            continue
-        for i in range(config.num_hidden_layers):
-            for j, name in enumerate(STACKED):
-                start = (2 * i + j) * rows
-                weights[f"layers.{i}.self_attn.{name}.{suffix}"] = stacked[start : start + rows]
+        if stacked is not None:
+            for i, name in enumerate(kv_names(config)):
+                weights[f"{name}.{suffix}"] = stacked[i * rows : (i + 1) * rows]
     return weights
+
+
+def kv_names(config: DraftConfig) -> list[str]:
+    """The published names of the stacked projections, in the order of their rows."""
+    return [f"layers.{i}.self_attn.{part}_proj" for i in range(config.num_hidden_layers) for part in "kv"]
 
 
 def _resolve(path_or_repo: str | Path) -> Path:
     path = Path(path_or_repo).expanduser()
-    if path.is_dir():
+    if str(path_or_repo) and path.is_dir():
         return path
-    if path.exists():
+    if path.is_file():
         raise CheckpointError(f"{path} is a file; give the directory that holds config.json and the safetensors.")
-    from huggingface_hub import snapshot_download  # slow to import and not needed for local drafts
-
     try:
         return Path(snapshot_download(str(path_or_repo), allow_patterns=["*.safetensors", "*.json"]))
-    except Exception as error:  # the hub's client raises many kinds, all of which mean that it is not to be had
-        reason = str(error).strip().split("\n")[0][:160]
+    except (OSError, ValueError) as error:  # the hub's client has many kinds of error, all of them of these two
         raise CheckpointError(
             f"Draft {str(path_or_repo)!r} is neither a local directory nor a reachable model repository "
-            f"({type(error).__name__}: {reason}); check the path or the name."
+            f"({type(error).__name__}: {_first_line(error)}); check the path or the name."
         ) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}); a draft needs it.") from error
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); {AGAIN} or check the path.") from error
     except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); download it again.") from error
+        raise CheckpointError(f"{path} is not valid JSON ({error}); {AGAIN}.") from error
     if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} holds a {type(raw).__name__}, not a config; download it again.")
+        raise CheckpointError(f"{path} holds a {type(raw).__name__} instead of an object; {AGAIN}.")
     return raw
+
+
+def _refuse_whole_model(raw: dict[str, Any], path: Path) -> None:
+    names = raw.get("architectures")
+    names = [str(name) for name in names] if isinstance(names, list) else []
+    draft_like = "dflash_config" in raw or "target_layer_ids" in raw or any("Draft" in name for name in names)
+    if not draft_like and not any(name in ARCHITECTURES for name in names):
+        kind = ", ".join(names) or str(raw.get("model_type", "model of unknown kind"))
+        raise CheckpointError(f"{path} holds a {kind}, not a DFlash draft; give it as the target model instead.")
 
 
 def _read_weights(path: Path) -> dict[str, mx.array]:
     index = path / "model.safetensors.index.json"
+    named: dict[str, str] = {}
     if index.exists():
-        files = [path / name for name in sorted(set(_read_json(index).get("weight_map", {}).values()))]
-    else:
-        files = sorted(path.glob("*.safetensors"))
+        named = _read_json(index).get("weight_map") or {}
+        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+            raise CheckpointError(f"{index} has no usable weight_map; {AGAIN}.")
+    files = [path / name for name in sorted(set(named.values()))]
+    files = files or sorted(path.glob("model*.safetensors")) or sorted(path.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"{path} holds no safetensors file; download the draft again.")
+        raise CheckpointError(f"{path} holds no safetensors file; {AGAIN}.")
+    if missing := [file.name for file in files if not file.exists()]:
+        raise CheckpointError(f"{path} lacks {', '.join(missing)}, which its index names; {AGAIN}.")
     weights: dict[str, mx.array] = {}
     for file in files:
-        if not file.exists():
-            raise CheckpointError(f"{file} is missing though the index names it; download the draft again.")
-        try:
-            weights |= mx.load(str(file))
-        except (RuntimeError, ValueError, OSError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise CheckpointError(f"{file} is damaged ({reason}); download it again.") from error
+        loaded = _read_safetensors(file)
+        if twice := sorted(weights.keys() & loaded.keys()):
+            raise CheckpointError(f"{file} holds tensors that another file holds too ({_some(twice)}); {AGAIN}.")
+        weights |= loaded
     return weights
 
 
-def _quantize_like(draft: DFlashDraft, weights: dict[str, mx.array], quantization: dict[str, Any]) -> None:
-    """Make the modules whose weights are quantized in the file quantized, as mlx-lm does."""
+def _read_safetensors(file: Path) -> dict[str, mx.array]:
+    try:
+        return mx.load(str(file))
+    except (RuntimeError, ValueError, OSError) as error:
+        raise CheckpointError(f"{file} is damaged ({_first_line(error)}); {AGAIN}.") from error
 
-    def predicate(name: str, module: nn.Module) -> Any:
-        published = name.replace("kv_proj", "layers.0.self_attn.k_proj") if name == "kv_proj" else name
-        if not hasattr(module, "to_quantized") or f"{name}.scales" not in weights:
+
+def _quantization(raw: dict[str, Any], path: Path) -> dict[str, Any] | None:
+    """mlx's own description of quantized weights; another packaging's is refused."""
+    where = f"{path / 'config.json'}: quantization"
+    quantization = raw.get("quantization")
+    foreign = raw.get("quantization_config")
+    if quantization is None and isinstance(foreign, dict) and "quant_method" in foreign:
+        raise CheckpointError(f"{where} is {foreign['quant_method']!r}, known is mlx's; use an mlx conversion.")
+    quantization = quantization or foreign or None
+    if quantization is None:
+        return None
+    if not isinstance(quantization, dict):
+        raise CheckpointError(f"{where} is {quantization!r}, an object is needed; {AGAIN}.")
+    if quantization.get("mode", "affine") == "affine":
+        for key in ("group_size", "bits"):
+            value = quantization.get(key)
+            if not isinstance(value, int) or value < 1:
+                raise CheckpointError(f"{where}.{key} is {value!r}, a number is needed; {AGAIN}.")
+    return quantization
+
+
+def _options(quantization: dict[str, Any]) -> dict[str, Any]:
+    return {key: quantization[key] for key in ("group_size", "bits", "mode") if key in quantization}
+
+
+def _options_of(quantization: dict[str, Any], name: str) -> dict[str, Any]:
+    """How a module is quantized: its own entry, else the file's."""
+    entry = quantization.get(name)
+    return _options(entry if isinstance(entry, dict) else quantization)
+
+
+def _uniform_kv(
+    weights: dict[str, mx.array], config: DraftConfig, quantization: dict[str, Any] | None, path: Path
+) -> dict[str, mx.array]:
+    """K/V projections quantized in different ways cannot be rows of one matrix: they are dequantized."""
+    names = kv_names(config)
+    quantized = [name for name in names if f"{name}.scales" in weights]
+    if quantization is None or not quantized:
+        return weights
+    kinds = [_options_of(quantization, name) for name in names]
+    if len(quantized) == len(names) and all(kind == kinds[0] for kind in kinds):
+        return weights
+    weights = dict(weights)
+    for name in quantized:
+        parts = [weights.pop(f"{name}.{suffix}", None) for suffix in ("weight", "scales", "biases")]
+        try:
+            weights[f"{name}.weight"] = mx.dequantize(*parts, **_options_of(quantization, name))
+        except (ValueError, RuntimeError, TypeError) as error:
+            raise CheckpointError(
+                f"{path}: {name} does not fit its quantization ({_first_line(error)}); {AGAIN}."
+            ) from error
+    return weights
+
+
+def _build(
+    config: DraftConfig, weights: dict[str, mx.array], quantization: dict[str, Any] | None, path: Path
+) -> DFlashDraft:
+    """The module that the tensors belong to: with its own embedding and head, and quantized, where they are there."""
+    draft = DFlashDraft(config)
+    rows, columns = config.vocab_size, config.hidden_size
+    if "embed_tokens.weight" in weights:
+        draft.embed_tokens = nn.Embedding(rows, columns)
+    if "lm_head.weight" in weights:
+        draft.lm_head = nn.Linear(columns, rows, bias="lm_head.bias" in weights)
+    if quantization is None:
+        return draft
+
+    def options(name: str, module: nn.Module) -> Any:
+        published = kv_names(config)[0] if name == "kv_proj" else name
+        if not hasattr(module, "to_quantized") or f"{published}.scales" not in weights:
             return False
-        return quantization.get(published, True)
+        return _options_of(quantization, published)
 
-    options = {key: quantization[key] for key in ("group_size", "bits", "mode") if key in quantization}
-    nn.quantize(draft, **options, class_predicate=predicate)
+    try:
+        nn.quantize(draft, class_predicate=options)
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be quantized as its config says ({_first_line(error)}); {AGAIN}."
+        ) from error
+    return draft
 
 
 def _check_tensors(draft: DFlashDraft, weights: dict[str, mx.array], path: Path) -> None:
-    wanted = {name: array.shape for name, array in tree_flatten(draft.parameters())}
+    """Compare with what the config promises, under the published names."""
+    wanted = unstack(dict(tree_flatten(draft.parameters())), draft.config)
     missing, unexpected = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
-    problems = [
-        f"{label}: {', '.join(names)}" for label, names in (("missing", missing), ("unexpected", unexpected)) if names
+    common = sorted(wanted.keys() & weights.keys())
+    problems = [f"missing {_some(missing)}"] if missing else []
+    problems += [f"unexpected {_some(unexpected)}"] if unexpected else []
+    problems += [
+        f"{name} is {weights[name].shape} instead of {wanted[name].shape}"
+        for name in common
+        if weights[name].shape != wanted[name].shape
     ]
     problems += [
-        f"{name} is {tuple(weights[name].shape)} instead of {tuple(shape)}"
-        for name, shape in wanted.items()
-        if name in weights and weights[name].shape != shape
+        f"{name} is of {weights[name].dtype}"
+        for name in common
+        if mx.issubdtype(wanted[name].dtype, mx.floating) and not mx.issubdtype(weights[name].dtype, mx.floating)
     ]
     if problems:
         raise CheckpointError(
             f"The tensors of {path} do not fit its config ({'; '.join(problems)}); "
             "download the draft again or use the version that made it."
         )
+
+
+def _some(names: list[str], most: int = 12) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:200] or type(error).__name__

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,29 +12,63 @@ from ..errors import CheckpointError
 ARCHITECTURES = ("DFlashDraftModel",)
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
-# Keys of `dflash_config` that are implemented, and those that describe a training or a packaging only.
+# Keys that stand in `dflash_config` or, in older checkpoints, beside it.
 DFLASH_KEYS = {
     "target_layer_ids",
     "mask_token_id",
     "block_size",
+    "num_target_layers",
     "input_embedding_scale",
     "output_multiplier",
     "final_logit_softcapping",
 }
-HARMLESS_KEYS = {
-    "target_model",
-    "target_model_name",
-    "version",
-    "num_anchors",
+# Keys of `dflash_config` that describe a training or a packaging and change nothing.
+METADATA_KEYS = {
+    "attention_backend",
+    "dtype",
     "loss_decay_gamma",
-    "training",
+    "mask_token",
+    "num_anchors",
     "source",
+    "target_model",
+    "target_model_id",
+    "target_model_name",
+    "target_model_name_or_path",
+    "training",
+    "version",
 }
+# What each kind of rotary scaling cannot do without.
+ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor",),
+    "yarn": ("factor",),
+    "deepseek_yarn": ("factor",),
+    "longrope": ("original_max_position_embeddings", "short_factor", "long_factor"),
+    "mrope": ("mrope_section",),
+    "proportional": (),
+}
+ROPE_NUMBERS = {
+    "rope_theta",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+}
+DOWNLOAD_AGAIN = "correct it or download the draft again"
+OTHER_DRAFT = "use a draft without it or a version of dflash_mlx that has it"
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """A DFlash 1 draft. block_size counts the anchor; capture_layer_ids index the target's layers from 0."""
+    """A DFlash 1 draft.
+
+    block_size: rows of the block, the anchor included. capture_layer_ids: the target's layers, from 0, whose outputs
+    the draft reads, in this order. sliding_window: positions a row of a sliding layer looks back over, itself
+    included. is_causal: None makes the block causal in sliding layers only. rope_scaling: as mlx-lm reads it.
+    """
 
     hidden_size: int
     num_hidden_layers: int
@@ -67,104 +103,181 @@ class DraftConfig:
         return self.window(layer) is not None if self.is_causal is None else self.is_causal
 
 
-class _Reader:
-    """Typed access to a raw config; every refusal names the key, the value and the file."""
-
-    def __init__(self, raw: dict[str, Any], where: str):
-        self.raw, self.where = raw, where
-
-    def refuse(self, key: str, problem: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {key} {problem}; this is not a usable DFlash draft config.")
-
-    def integer(self, source: dict[str, Any], key: str, minimum: int, default: int | None = None) -> int:
-        value = source.get(key, default)
-        if value is None:
-            raise self.refuse(key, "is missing")
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise self.refuse(key, f"is {value!r}, an integer of at least {minimum} is needed")
-        return value
-
-    def number(self, source: dict[str, Any], key: str, default: float | None = None) -> float:
-        value = source.get(key, default)
-        if value is None:
-            raise self.refuse(key, "is missing")
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise self.refuse(key, f"is {value!r}, a number is needed")
-        return float(value)
-
-
 def parse_config(raw: dict[str, Any], where: str) -> DraftConfig:
     """The config of a published draft; `where` names the file in errors. CheckpointError when it is unusable."""
     reader = _Reader(raw, where)
-    architectures = raw.get("architectures") or ["(none)"]
-    if not any(name in ARCHITECTURES for name in architectures):
-        raise reader.refuse("architectures", f"names {', '.join(architectures)}, known is {', '.join(ARCHITECTURES)}")
-    dflash = raw.get("dflash_config")
-    if not isinstance(dflash, dict):
-        raise reader.refuse("dflash_config", "is missing")
-    for key in dflash:
-        if key not in DFLASH_KEYS | HARMLESS_KEYS:
-            raise reader.refuse(f"dflash_config.{key}", "is a key this version does not know")
-    num_hidden_layers = reader.integer(raw, "num_hidden_layers", 1)
-    num_target_layers = reader.integer(raw, "num_target_layers", 1)
-    hidden_size = reader.integer(raw, "hidden_size", 1)
-    num_attention_heads = reader.integer(raw, "num_attention_heads", 1)
-    vocab_size = reader.integer(raw, "vocab_size", 1)
-    layer_types, sliding_window = _layers(reader, num_hidden_layers)
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling")
-    mask_token_id = reader.integer(dflash, "mask_token_id", 0)
+    reader.check_architecture()
+    num_hidden_layers = reader.integer("num_hidden_layers", 1)
+    num_target_layers = reader.integer("num_target_layers", 1)
+    hidden_size = reader.integer("hidden_size", 1)
+    num_attention_heads = reader.integer("num_attention_heads", 1)
+    num_key_value_heads = reader.integer("num_key_value_heads", 1, num_attention_heads)
+    if num_attention_heads % num_key_value_heads:
+        raise reader.refuse(
+            "num_key_value_heads", f"is {num_key_value_heads}, which does not divide {num_attention_heads} heads"
+        )
+    vocab_size = reader.integer("vocab_size", 1)
+    mask_token_id = reader.integer("mask_token_id", 0)
     if mask_token_id >= vocab_size:
         raise reader.refuse("mask_token_id", f"is {mask_token_id} but vocab_size is {vocab_size}")
-    soft_cap = dflash.get("final_logit_softcapping", raw.get("final_logit_softcapping"))
-    return DraftConfig(
+    layer_types, sliding_window = _layers(reader, num_hidden_layers)
+    rope = _rope(reader)
+    soft_cap = reader.number("final_logit_softcapping", 0.0)
+    config = DraftConfig(
         hidden_size=hidden_size,
         num_hidden_layers=num_hidden_layers,
         num_attention_heads=num_attention_heads,
-        num_key_value_heads=reader.integer(raw, "num_key_value_heads", 1, num_attention_heads),
-        head_dim=reader.integer(raw, "head_dim", 1, hidden_size // num_attention_heads),
-        intermediate_size=reader.integer(raw, "intermediate_size", 1),
+        num_key_value_heads=num_key_value_heads,
+        head_dim=reader.integer("head_dim", 1, hidden_size // num_attention_heads),
+        intermediate_size=reader.integer("intermediate_size", 1),
         vocab_size=vocab_size,
-        rms_norm_eps=reader.number(raw, "rms_norm_eps"),
-        rope_theta=reader.number(raw, "rope_theta", (rope or {}).get("rope_theta", 10000.0)),
-        max_position_embeddings=reader.integer(raw, "max_position_embeddings", 1),
-        block_size=reader.integer(dflash if "block_size" in dflash else raw, "block_size", 2, 16),
+        rms_norm_eps=reader.number("rms_norm_eps", above=0.0),
+        rope_theta=reader.number("rope_theta", (rope or {}).get("rope_theta", 10000.0), above=0.0),
+        max_position_embeddings=reader.integer("max_position_embeddings", 1),
+        block_size=reader.integer("block_size", 2, 16),
         num_target_layers=num_target_layers,
-        capture_layer_ids=_capture_layer_ids(reader, dflash, num_target_layers),
+        capture_layer_ids=_capture_layer_ids(reader, num_target_layers),
         mask_token_id=mask_token_id,
         layer_types=layer_types,
         sliding_window=sliding_window,
-        is_causal=raw.get("is_causal"),
-        attention_bias=bool(raw.get("attention_bias", False)),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        is_causal=reader.boolean("is_causal", None),
+        attention_bias=bool(reader.boolean("attention_bias", False)),
+        tie_word_embeddings=bool(reader.boolean("tie_word_embeddings", False)),
         rope_scaling=rope,
-        input_embedding_scale=reader.number(dflash, "input_embedding_scale", 1.0),
-        output_multiplier=reader.number(dflash, "output_multiplier", 1.0),
-        final_logit_softcapping=None if not soft_cap else float(soft_cap),
+        input_embedding_scale=reader.number("input_embedding_scale", 1.0),
+        output_multiplier=reader.number("output_multiplier", 1.0),
+        final_logit_softcapping=soft_cap if soft_cap > 0 else None,
     )
+    _refuse_unknown(reader, config)
+    return config
+
+
+class _Reader:
+    """Typed access to a raw config; every refusal names the file, the key, the value and the remedy."""
+
+    def __init__(self, raw: dict[str, Any], where: str):
+        self.raw, self.where = raw, where
+        self.dflash = raw.get("dflash_config") or {}
+        if not isinstance(self.dflash, dict):
+            raise self.refuse("dflash_config", f"is {self.dflash!r}, an object is needed")
+
+    def refuse(self, key: str, problem: str, remedy: str = DOWNLOAD_AGAIN) -> CheckpointError:
+        inside = key in self.dflash and key not in self.raw
+        return CheckpointError(f"{self.where}: {'dflash_config.' if inside else ''}{key} {problem}; {remedy}.")
+
+    def get(self, key: str) -> Any:
+        """The value where it stands, null counting as absent; `dflash_config` goes before the top level."""
+        value = self.dflash.get(key) if key in DFLASH_KEYS else None
+        return self.raw.get(key) if value is None else value
+
+    def integer(self, key: str, minimum: int, default: int | None = None) -> int:
+        value = self.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise self.refuse(key, "is missing")
+        if not _is_integer(value) or value < minimum:
+            raise self.refuse(key, f"is {value!r}, an integer of at least {minimum} is needed")
+        return value
+
+    def number(self, key: str, default: Any = None, above: float = -math.inf) -> float:
+        value = self.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise self.refuse(key, "is missing")
+        if not _is_number(value) or not above < value < math.inf:
+            raise self.refuse(key, f"is {value!r}, a number{f' above {above:g}' if above >= 0 else ''} is needed")
+        return float(value)
+
+    def boolean(self, key: str, default: bool | None) -> bool | None:
+        value = self.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.refuse(key, f"is {value!r}, true or false is needed")
+        return default if value is None else value
+
+    def check_architecture(self) -> None:
+        names = self.raw.get("architectures") or []
+        if not isinstance(names, list):
+            raise self.refuse("architectures", f"is {names!r}, a list of names is needed")
+        if names and not any(name in ARCHITECTURES for name in names):
+            known = ", ".join(ARCHITECTURES)
+            raise self.refuse("architectures", f"names {', '.join(map(str, names))}, known is {known}", OTHER_DRAFT)
 
 
 def _layers(reader: _Reader, num_hidden_layers: int) -> tuple[tuple[str, ...], int | None]:
-    layer_types = tuple(reader.raw.get("layer_types") or ["full_attention"] * num_hidden_layers)
-    if len(layer_types) != num_hidden_layers:
-        raise reader.refuse(
-            "layer_types", f"has {len(layer_types)} entries but num_hidden_layers is {num_hidden_layers}"
-        )
+    layer_types = reader.get("layer_types") or ["full_attention"] * num_hidden_layers
+    if not isinstance(layer_types, list | tuple) or len(layer_types) != num_hidden_layers:
+        found = f"has {len(layer_types)} entries" if isinstance(layer_types, list | tuple) else f"is {layer_types!r}"
+        raise reader.refuse("layer_types", f"{found} but num_hidden_layers is {num_hidden_layers}")
     for layer_type in layer_types:
         if layer_type not in LAYER_TYPES:
-            raise reader.refuse("layer_types", f"holds {layer_type!r}, known are {', '.join(LAYER_TYPES)}")
-    if "sliding_attention" not in layer_types:
-        return layer_types, None
-    return layer_types, reader.integer(reader.raw, "sliding_window", 2)
+            raise reader.refuse("layer_types", f"holds {layer_type!r}, known are {', '.join(LAYER_TYPES)}", OTHER_DRAFT)
+    needed = "sliding_attention" in layer_types
+    return tuple(layer_types), reader.integer("sliding_window", 2) if needed else None
 
 
-def _capture_layer_ids(reader: _Reader, dflash: dict[str, Any], num_target_layers: int) -> tuple[int, ...]:
-    ids = dflash.get("target_layer_ids")
-    if not isinstance(ids, list) or not ids:
-        raise reader.refuse("dflash_config.target_layer_ids", f"is {ids!r}, a list of layer numbers is needed")
+def _capture_layer_ids(reader: _Reader, num_target_layers: int) -> tuple[int, ...]:
+    ids = reader.get("target_layer_ids")
+    if not isinstance(ids, list | tuple) or not ids:
+        problem = "is missing" if ids is None else f"is {ids!r}, a list of layer numbers is needed"
+        raise reader.refuse("target_layer_ids", problem)
     for layer_id in ids:
-        if not isinstance(layer_id, int) or not 0 <= layer_id < num_target_layers:
+        if not _is_integer(layer_id) or not 0 <= layer_id < num_target_layers:
             raise reader.refuse(
-                "dflash_config.target_layer_ids",
+                "target_layer_ids",
                 f"holds {layer_id!r}, outside 0..{num_target_layers - 1} (num_target_layers is {num_target_layers})",
             )
     return tuple(ids)
+
+
+def _rope(reader: _Reader) -> dict[str, Any] | None:
+    key = "rope_parameters" if reader.raw.get("rope_parameters") else "rope_scaling"
+    rope = reader.raw.get(key)
+    if not rope:
+        return None
+    if not isinstance(rope, dict):
+        raise reader.refuse(key, f"is {rope!r}, an object is needed")
+    for name in LAYER_TYPES:
+        if name in rope:
+            raise reader.refuse(f"{key}.{name}", "gives a layer type a rotation of its own", OTHER_DRAFT)
+    kind = rope.get("type") or rope.get("rope_type", "default")
+    if kind not in ROPE_NEEDS:
+        raise reader.refuse(key, f"is of type {kind!r}, known are {', '.join(ROPE_NEEDS)}", OTHER_DRAFT)
+    for name in ROPE_NEEDS[kind]:
+        if rope.get(name) is None:
+            raise reader.refuse(f"{key}.{name}", f"is missing for type {kind!r}")
+    for name, value in rope.items():
+        numeric = "factor" in name or name in ROPE_NUMBERS
+        if numeric and value is not None and not all(_is_number(x) and x >= 0 for x in _as_list(value)):
+            raise reader.refuse(f"{key}.{name}", f"is {value!r}, numbers of at least 0 are needed")
+    if rope.get("factor") == 0:
+        raise reader.refuse(f"{key}.factor", "is 0, a number above 0 is needed")
+    return rope
+
+
+def _refuse_unknown(reader: _Reader, config: DraftConfig) -> None:
+    """What would change the mathematics but is not implemented; what is switched off does not."""
+    causal = {config.causal(i) for i in range(config.num_hidden_layers)}
+    as_it_is = {"use_qk_norm": True, "causal": causal.pop() if len(causal) == 1 else None}
+    for key, value in reader.dflash.items():
+        neutral = value == as_it_is[key] if key in as_it_is else not value
+        if key not in DFLASH_KEYS | METADATA_KEYS and not neutral:
+            raise reader.refuse(f"dflash_config.{key}", f"is {value!r}, which this version does not know", OTHER_DRAFT)
+    activation = reader.raw.get("hidden_act") or "silu"
+    if activation not in ("silu", "swish"):
+        raise reader.refuse("hidden_act", f"is {activation!r}, known is silu", OTHER_DRAFT)
+    draft_vocab_size = reader.raw.get("draft_vocab_size")
+    if draft_vocab_size not in (None, config.vocab_size):
+        problem = f"is {draft_vocab_size!r} but vocab_size is {config.vocab_size}: a pruned head is not supported yet"
+        raise reader.refuse("draft_vocab_size", problem, OTHER_DRAFT)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _as_list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]

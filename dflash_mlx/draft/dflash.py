@@ -185,6 +185,11 @@ class DFlashDraft(nn.Module):
         return out + kv_proj.bias[rows] if "bias" in kv_proj else out
 
 
+def finite(x: mx.array) -> mx.array:
+    """Whether every number is finite, lazy; a draft in float16 can overflow and then drafts nothing of use."""
+    return mx.all(mx.isfinite(x))
+
+
 def block_mask(length: int, context: int, window: int | None, causal: bool) -> mx.array | str | None:
     """What the block's rows see of [context | block]; no array where the stock kernels' own masks will do.
 
