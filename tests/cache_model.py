@@ -221,7 +221,7 @@ class Driver:
         return list(range(self.used - count, self.used))
 
     def run(self, prefill: list[int], history: list[Any]) -> None:
-        self.stock = self.kind.make()
+        self.stock, self.tokens, self.fed = self.kind.make(), [], []
         for width in prefill:
             self.feed_stock(self.stock, self.fresh_tokens(width))
         self.carried = carry(self.stock)

@@ -13,7 +13,9 @@ from cache_model import (
     QUANTIZED,
     Driver,
     Release,
+    Restore,
     Round,
+    Snapshot,
     chunks,
     histories,
     prefills,
@@ -211,6 +213,15 @@ def test_memory_is_flat_over_twenty_thousand_tokens(keep):
         peaks[-1] = mx.get_peak_memory()
         assert cache.keys.shape[2] <= 128 + 256
     assert max(peaks[2:]) <= 1.01 * max(peaks[:2])
+
+
+@pytest.mark.parametrize("kind", [rotating(6), rotating(9, 4), chunks(8)], ids=lambda kind: kind.name)
+def test_younger_snapshots_survive_a_return_to_older_ones(kind):
+    driver = Driver(kind)
+    round = Round((0, 0, 0), node=3, kept=3, window=0, return_array=False)
+    with slack(4):
+        driver.run([7], [Snapshot(), round, Snapshot(), Restore(0), round, Snapshot(), Restore(1), round])
+        driver.run([7], [round, Snapshot(), Restore(0), round, Restore(0), round, round, round, Restore(0), round])
 
 
 # What models read and write on a cache object.
