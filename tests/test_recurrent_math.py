@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_mlx.cache import Block
-from dflash_mlx.targets.recurrent.ancestry import hops, levels, node_order, panels, strict_ancestors, windows
+from dflash_mlx.targets.recurrent.ancestry import levels, on_path, panels, routes, strict_ancestors, windows
 from dflash_mlx.targets.recurrent.gated_delta import gated_delta
-from dflash_mlx.targets.recurrent.linear_attention import linear_attention
-from dflash_mlx.targets.recurrent.rwkv7 import rwkv7
+from dflash_mlx.targets.recurrent.linear_attention import _exact_terms, linear_attention
 from dflash_mlx.targets.recurrent.scan import gated_scan, selective_scan
 from dflash_mlx.targets.recurrent.short_conv import causal_conv, with_history
 
@@ -141,27 +140,6 @@ def test_linear_attention(block, decay, seed, fresh):
 
 @EXAMPLES
 @given(blocks(), st.integers(0, 2**31), st.booleans())
-def test_rwkv7(block, seed, fresh):
-    rng = np.random.default_rng(seed)
-    n = block.size
-    r, k, v = (random(rng, 1, n, H, DK, scale=0.5) for _ in range(3))
-    log_w = -0.6 * rng.uniform(size=(1, n, H, DK)).astype(np.float32)
-    direction = unit(random(rng, 1, n, H, DK))
-    a, b = -direction, direction * rng.uniform(size=(1, n, H, DK)).astype(np.float32)
-    state = np.zeros((1, H, DK, DK), np.float32) if fresh else random(rng, 1, H, DK, DK)
-
-    def step(S, i):
-        write = np.einsum("hvk,hk->hv", S, a[0, i])[..., None] * b[0, i][:, None]
-        return S * np.exp(log_w[0, i].astype(np.float64))[:, None] + write + v[0, i][..., None] * k[0, i][:, None]
-
-    states = along_paths(block, state[0].astype(np.float64), step)
-    mine, tape = rwkv7(*map(mx.array, (r, log_w, k, v, a, b)), None if fresh else mx.array(state), block)
-    close(mine[0], np.stack([np.einsum("hvk,hk->hv", S, r[0, i]) for i, S in enumerate(states)]), 2e-5)
-    close(tape.after(block.path_to(n - 1))[0], states[-1], 2e-5)
-
-
-@EXAMPLES
-@given(blocks(), st.integers(0, 2**31), st.booleans())
 def test_elementwise_scans(block, seed, fresh):
     rng = np.random.default_rng(seed)
     n = block.size
@@ -176,11 +154,12 @@ def test_elementwise_scans(block, seed, fresh):
     states = along_paths(block, state[0].astype(np.float64), step)
     mine, tape = selective_scan(*map(mx.array, (x, delta, A, B, C)), None if fresh else mx.array(state), block)
     close(mine[0], np.stack([S @ C[0, i] for i, S in enumerate(states)]))
-    close(tape.after(block.path_to(n - 1))[0], states[-1])
+    for node in range(n):
+        close(tape.after(block.path_to(node))[0], states[node])
 
     a, h = np.exp(-delta), None if fresh else mx.array(state[..., 0])
     expected = along_paths(block, state[0, :, 0].astype(np.float64), lambda S, i: a[0, i] * S + x[0, i])
-    close(gated_scan(mx.array(x), mx.array(a), h, block)[0], np.stack(expected))
+    close(gated_scan(mx.array(x), mx.array(a), h, block)[0][0], np.stack(expected))
 
 
 @EXAMPLES
@@ -204,12 +183,37 @@ def test_causal_conv(block, kernel_size, seed, fresh):
 def test_geometry(block):
     paths = [block.path_to(i) for i in range(block.size)]
     strict = np.array(strict_ancestors(block))
+    assert (np.array(on_path(block)) == np.array(block.ancestors)).all()
     assert all(set(np.flatnonzero(strict[i])) == set(path[:-1]) for i, path in enumerate(paths))
     assert np.array(windows(block, 3)).tolist() == [[0, 1, *(2 + n for n in path)][-3:] for path in paths]
-    laid = [n for level in levels(block) for n in level.nodes.tolist()]
-    assert [laid[place] for place in node_order(block).tolist()] == list(range(block.size))
-    for i, above in enumerate(hops(block)):
-        assert above.tolist() == [p[-1 - 2**i] if len(p) > 2**i else block.size for p in paths]
+    laid = [n for nodes in levels(block).nodes for n in nodes.tolist()]
+    assert [laid[place] for place in levels(block).order.tolist()] == list(range(block.size))
+    for i, path in enumerate(paths):
+        nodes, parents = levels(block).nodes[len(path) - 1], levels(block).parents[len(path) - 1]
+        place = levels(block).places[i]
+        assert nodes[place].item() == i
+        if parents is not None:
+            assert levels(block).nodes[len(path) - 2][parents[place]].item() == path[-2]
     for panel in panels(block):
         inside = [sum(n >= panel.start for n in paths[i]) for i in range(panel.start, panel.stop)]
         assert panel.generations == max(inside)
+
+
+@EXAMPLES
+@given(blocks(12))
+def test_routes(block):
+    marks = np.array(routes(block)).reshape(block.size, block.size + 1, 3, block.size)
+    assert (marks == marks[:, :, :1]).all()
+    for i in range(block.size):
+        path = block.path_to(i)
+        for j in range(block.size):
+            behind = [m for m in path if m > j] if j in path else []
+            assert np.flatnonzero(marks[i, j, 0]).tolist() == behind
+        assert np.flatnonzero(marks[i, block.size, 0]).tolist() == list(path)
+
+
+def test_decays_survive_matmuls_that_round_their_inputs():
+    x = mx.array(np.random.default_rng(0).standard_normal(1000).astype(np.float32) * 30)
+    terms = _exact_terms(x)
+    assert all((term.astype(mx.bfloat16).astype(mx.float32) == term).all().item() for term in terms)
+    assert (sum(terms) == x).all().item()

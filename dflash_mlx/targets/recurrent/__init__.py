@@ -16,7 +16,7 @@ import mlx.nn as nn
 
 from ...cache.lists import ListBlock
 from ...cache.recurrent import RecurrentBlock
-from . import layers_conv, layers_decay, layers_delta
+from . import layers_conv, layers_decay, layers_delta, layers_step
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,18 @@ LAYERS: dict[tuple[str, str], OverBlock] = {
     ("kimi_linear", "KimiDeltaAttention"): OverBlock(layers_delta.kimi_linear),
     ("kimi_k3", "KimiK3DeltaAttention"): OverBlock(layers_delta.kimi_k3),
     ("bailing_moe_v3", "BailingKDA"): OverBlock(layers_delta.bailing_moe_v3),
-    ("rwkv7", "Rwkv7TimeMixing"): OverBlock(layers_delta.rwkv7_time_mixing, slots=(0, 1)),
-    ("rwkv7", "Rwkv7ChannelMixing"): OverBlock(layers_delta.rwkv7_channel_mixing, slots=(2,)),
+    ("rwkv7", "Rwkv7TimeMixing"): OverBlock(layers_step.rwkv7_time_mixing, slots=(0, 1)),
+    ("rwkv7", "Rwkv7ChannelMixing"): OverBlock(layers_step.rwkv7_channel_mixing, slots=(2,)),
     ("mamba2", "Mamba2Block"): OverBlock(layers_decay.mamba2),
     ("granitemoehybrid", "GraniteMoeHybridMamba2Mixer"): OverBlock(layers_decay.mamba2_in_hybrids),
     ("nemotron_h", "NemotronHMamba2Mixer"): OverBlock(layers_decay.mamba2_in_hybrids),
     ("falcon_h1", "FalconH1Mixer"): OverBlock(layers_decay.falcon_h1),
     ("plamo2", "Mamba"): OverBlock(layers_decay.plamo2),
-    ("mamba", "MambaBlock"): OverBlock(layers_decay.mamba),
-    ("jamba", "JambaMambaMixer"): OverBlock(layers_decay.jamba),
-    ("bailing_moe_linear", "LinearAttention"): OverBlock(layers_decay.bailing_moe_linear),
+    ("mamba", "MambaBlock"): OverBlock(layers_step.mamba),
+    ("jamba", "JambaMambaMixer"): OverBlock(layers_step.jamba),
+    ("bailing_moe_linear", "LinearAttention"): OverBlock(layers_step.bailing_moe_linear),
     ("bailing_hybrid", "LinearAttention"): OverBlock(layers_decay.bailing_hybrid),
-    ("recurrent_gemma", "RecurrentBlock"): OverBlock(layers_decay.recurrent_gemma),
+    ("recurrent_gemma", "RecurrentBlock"): OverBlock(layers_step.recurrent_gemma),
     ("lfm2", "ShortConv"): OverBlock(layers_conv.lfm2),
     ("lfm2_moe", "ShortConv"): OverBlock(layers_conv.lfm2),
     ("gear", "ConvKVGatedMixer"): OverBlock(layers_conv.gear),

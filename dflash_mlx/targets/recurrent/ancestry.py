@@ -1,6 +1,6 @@
 """A node reads its own ancestors, never its neighbour in the flat order.
 
-Indices derived from a block's geometry, made once per block. They are built from Python lists, so that a cached
+Indices and masks derived from a block's geometry, made once per block. They are built in numpy, so that a cached
 array is evaluated and may be used in any thread.
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import mlx.core as mx
+import numpy as np
 
 from ...cache.block import Block
 
@@ -17,15 +18,18 @@ from ...cache.block import Block
 PANEL = 16
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def windows(block: Block, width: int) -> mx.array:
     """Each node and the width − 1 rows before it on its own path, int32 [N, width].
 
     Rows count from the stored history: width − 1 rows of it, then the block's N nodes.
     """
     keep = width - 1
-    history = list(range(keep))
-    return mx.array([(history + [keep + n for n in block.path_to(i)])[-width:] for i in range(block.size)], mx.int32)
+    rows = np.empty((block.size, width), np.int32)
+    for node, parent in enumerate(block.parents):
+        rows[node, :keep] = rows[parent, 1:] if parent >= 0 else np.arange(keep)
+        rows[node, keep] = keep + node
+    return mx.array(rows)
 
 
 def last_rows(path: tuple[int, ...], keep: int) -> list[int]:
@@ -34,22 +38,40 @@ def last_rows(path: tuple[int, ...], keep: int) -> list[int]:
     return rows[len(rows) - keep :]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=8)
+def _on_path(block: Block) -> np.ndarray:
+    """Bool [N, N]: entry i, j is true when j is node i or an ancestor of it."""
+    rows = np.eye(block.size, dtype=bool)
+    for node, parent in enumerate(block.parents):
+        if parent >= 0:
+            rows[node] |= rows[parent]
+    return rows
+
+
+@lru_cache(maxsize=64)
+def on_path(block: Block) -> mx.array:
+    """Bool [N, N]: entry i, j is true when j is node i or an ancestor of it."""
+    return mx.array(_on_path(block))
+
+
+@lru_cache(maxsize=64)
 def strict_ancestors(block: Block) -> mx.array:
     """Bool [N, N]: entry i, j is true when j is an ancestor of node i and not i itself."""
-    above = [set(block.path_to(i)[:-1]) for i in range(block.size)]
-    return mx.array([[j in above[i] for j in range(block.size)] for i in range(block.size)])
+    return mx.array(_on_path(block) & ~np.eye(block.size, dtype=bool))
 
 
-@lru_cache(maxsize=256)
-def hops(block: Block) -> tuple[mx.array, ...]:
-    """Each node's ancestor 1, 2, 4, ... generations up, int32 [N], as far as the block is deep; N beyond the anchor."""
-    paths = [block.path_to(node) for node in range(block.size)]
-    strides = [1 << i for i in range(max(block.depths).bit_length())]
-    return tuple(
-        mx.array([path[-1 - stride] if len(path) > stride else block.size for path in paths], mx.int32)
-        for stride in strides
-    )
+@lru_cache(maxsize=8)
+def routes(block: Block) -> mx.array:
+    """Which nodes lie on the way to a node, float32 [N · (N + 1), N] of 0 and 1, three times side by side.
+
+    Row (i, j) marks the nodes behind node j up to node i, nothing where j is no ancestor of i; row (i, N) marks the
+    whole way from the anchor to i. A product with it adds up what happens on each way, given in three terms.
+    """
+    size, path = block.size, _on_path(block)
+    marked = np.zeros((size, size + 1, size), np.float32)
+    marked[:, :size] = path[:, :, None] & path[:, None] & (path & ~np.eye(size, dtype=bool)).T
+    marked[:, size] = path
+    return mx.array(np.tile(marked.reshape(-1, size), 3))
 
 
 @dataclass(frozen=True)
@@ -61,49 +83,45 @@ class Panel:
     generations: int
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def panels(block: Block) -> tuple[Panel, ...]:
     """The block's nodes in order, cut into panels for forward substitution."""
-    return tuple(_panel(block, start) for start in range(0, block.size, PANEL))
-
-
-def _panel(block: Block, start: int) -> Panel:
-    stop = min(start + PANEL, block.size)
-    lines = [sum(node >= start for node in block.path_to(i)) for i in range(start, stop)]
-    return Panel(start, stop, max(lines))
-
-
-@dataclass(frozen=True)
-class Level:
-    """Nodes of one depth: their indices, and for each the place of its parent within the level above.
-
-    parents is None where the level above has one node.
-    """
-
-    nodes: mx.array
-    parents: mx.array | None
-
-
-@lru_cache(maxsize=256)
-def levels(block: Block) -> tuple[Level, ...]:
-    """The block's nodes by depth."""
-    by_depth: list[list[int]] = [[] for _ in range(max(block.depths) + 1)]
-    for node, depth in enumerate(block.depths):
-        by_depth[depth].append(node)
-    places = {node: place for nodes in by_depth for place, node in enumerate(nodes)}
-    above = [[-1], *by_depth]
+    starts = range(0, block.size, PANEL)
+    parts = [_on_path(block)[start : start + PANEL, start : start + PANEL] for start in starts]
     return tuple(
-        Level(
-            mx.array(nodes, mx.int32),
-            None if len(above[depth]) == 1 else mx.array([places[block.parents[n]] for n in nodes], mx.int32),
-        )
-        for depth, nodes in enumerate(by_depth)
+        Panel(start, start + len(part), int(part.sum(axis=1).max())) for start, part in zip(starts, parts, strict=True)
     )
 
 
-@lru_cache(maxsize=256)
-def node_order(block: Block) -> mx.array:
-    """Where each node stands when the levels are laid one after another, int32 [N]."""
-    laid = sorted(range(block.size), key=lambda node: (block.depths[node], node))
-    places = {node: place for place, node in enumerate(laid)}
-    return mx.array([places[node] for node in range(block.size)], mx.int32)
+@dataclass(frozen=True)
+class Levels:
+    """The block's nodes by depth.
+
+    nodes: the indices of each depth's. parents: for each depth the places of its nodes' parents within the level
+    above, None where that has one node. places: where each node stands within its level. order: where it stands when
+    the levels are laid one after another.
+    """
+
+    nodes: tuple[mx.array, ...]
+    parents: tuple[mx.array | None, ...]
+    places: tuple[int, ...]
+    order: mx.array
+
+
+@lru_cache(maxsize=64)
+def levels(block: Block) -> Levels:
+    by_depth: list[list[int]] = [[] for _ in range(max(block.depths) + 1)]
+    places = []
+    for node, depth in enumerate(block.depths):
+        places.append(len(by_depth[depth]))
+        by_depth[depth].append(node)
+    above = [[-1], *by_depth]
+    return Levels(
+        nodes=tuple(mx.array(nodes, mx.int32) for nodes in by_depth),
+        parents=tuple(
+            None if len(above[depth]) == 1 else mx.array([places[block.parents[n]] for n in nodes], mx.int32)
+            for depth, nodes in enumerate(by_depth)
+        ),
+        places=tuple(places),
+        order=mx.array(np.argsort(np.concatenate(by_depth)).astype(np.int32)),
+    )

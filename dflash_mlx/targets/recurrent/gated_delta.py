@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ...cache.block import Block
 from .ancestry import panels, strict_ancestors
-from .linear_attention import Tape, decay_between, path_sums, products, read_state
+from .linear_attention import Tape, decays, per_head, read_state
 
 
 def gated_delta(
@@ -33,28 +33,35 @@ def gated_delta(
     Source: Yang et al., Gated Delta Networks (2024), section 3; here over a tree and by substitution.
     """
     q, k, v, beta, log_gate = (x.astype(mx.float32).swapaxes(1, 2) for x in (q, k, v, beta, log_gate))
-    decay, _ = decay_between(log_gate, block)
-    beta = beta[..., None]
-    target = v
+    between, from_start = decays(log_gate, block)
+    kk, qk = _products(k, q, between)
+    beta, target = beta[..., None], v
     if state is not None:
-        from_keys, from_queries = _read_decayed(state.astype(mx.float32), k, q, path_sums(log_gate, block))
+        from_keys, from_queries = _read_decayed(state.astype(mx.float32), k, q, from_start)
         target = v - from_keys
-    couplings = mx.where(strict_ancestors(block), beta * products(k, k, decay), 0)
-    written = substitute(couplings, beta * target, block)
-    y = products(q, k, decay) @ written
+    written = substitute(mx.where(strict_ancestors(block), beta * kk, 0), beta * target, block)
+    y = qk @ written
     if state is not None:
         y = y + from_queries
-    return y.swapaxes(1, 2), Tape(state, ((k, written),), log_gate)
+    return y.swapaxes(1, 2), Tape(state, k, written, log_gate)
 
 
-def _read_decayed(state: mx.array, k: mx.array, q: mx.array, sums: mx.array) -> list[mx.array]:
-    """The state that is left of S_0 at every node, read by its key and by its query, each [B, H, N, Dv]."""
-    rows, decay = mx.concatenate([k, q], axis=2), mx.exp(mx.concatenate([sums, sums], axis=2))
-    if decay.ndim == 3:
-        read = decay[..., None] * read_state(state, rows)
-    else:
-        read = read_state(state, rows * decay)
-    return mx.split(read, 2, axis=2)
+def _products(k: mx.array, q: mx.array, decay: mx.array) -> list[mx.array]:
+    """k_i·k_j and q_i·k_j with the decay between the nodes, each [B, H, N, N]."""
+    if decay.ndim == 4:
+        pairs = mx.split(mx.concatenate([k, q], axis=2) @ k.swapaxes(2, 3), 2, axis=2)
+        return [per_head(x, decay.shape[1]) * decay for x in pairs]
+    decayed = k[:, :, None] * decay  # [B, H, N, N, Dk]: what node i sees of the key of node j
+    pairs = mx.stack([k, q], axis=3) @ decayed.swapaxes(3, 4)
+    return [pairs[:, :, :, 0], pairs[:, :, :, 1]]
+
+
+def _read_decayed(state: mx.array, k: mx.array, q: mx.array, decay: mx.array) -> list[mx.array]:
+    """What is left of the state at every node, read by its key and by its query, each [B, H, N, Dv]."""
+    if decay.ndim == 4:
+        return mx.split(read_state(state, mx.concatenate([k * decay, q * decay], axis=2)), 2, axis=2)
+    read = mx.split(read_state(state, mx.concatenate([k, q], axis=2)), 2, axis=2)
+    return [decay[..., None] * x for x in read]
 
 
 def substitute(couplings: mx.array, right: mx.array, block: Block) -> mx.array:

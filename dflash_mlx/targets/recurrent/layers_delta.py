@@ -1,4 +1,4 @@
-"""Delta-rule layers of mlx-lm over a block; each mirrors its own `__call__` up to the convolution and the recurrence.
+"""Gated delta layers of mlx-lm over a block; each mirrors its own `__call__` up to the convolution and the recurrence.
 
 A function takes the layer (an instance of mlx-lm's class), its own arguments, and a cache that carries an open block.
 """
@@ -13,10 +13,7 @@ from mlx_lm.models.gated_delta import normalize_qk
 
 from ...cache.recurrent import RecurrentBlock
 from .gated_delta import gated_delta
-from .linear_attention import Tape
-from .rwkv7 import rwkv7
-from .scan import Steps, scan
-from .short_conv import History, causal_conv, shifted, with_history
+from .short_conv import History, causal_conv, with_history
 
 
 def softplus_log_gate(A_log: mx.array, a: mx.array, dt_bias: mx.array) -> mx.array:
@@ -167,56 +164,3 @@ def bailing_moe_v3(layer: nn.Module, x: mx.array, cache: RecurrentBlock, mask: A
     out = layer.o_norm(_rule(cache, histories, qkv, log_gate, beta))
     gate = mx.sigmoid(_per_head(layer, layer.g_proj(x)).astype(mx.float32)).astype(out.dtype)
     return layer.o_proj((out * gate).reshape(B, N, -1))
-
-
-def rwkv7_time_mixing(
-    layer: nn.Module, x: mx.array, v_first: mx.array | None, cache: RecurrentBlock
-) -> tuple[mx.array, mx.array]:
-    B, N, E = x.shape
-    history = with_history(x, cache[0], 1)
-    step = shifted(history, cache.block) - x
-
-    def mixed(weight: mx.array) -> mx.array:
-        return x + step * weight
-
-    xv = mixed(layer.x_v)
-    key, value = _per_head(layer, layer.k_proj(mixed(layer.x_k))), _per_head(layer, layer.v_proj(xv))
-    receptance = _per_head(layer, layer.r_proj(mixed(layer.x_r)))
-    rate = _per_head(layer, mx.sigmoid(layer.a_lora(mixed(layer.x_a))))
-    if layer.layer_idx == 0:
-        v_first = value
-    else:
-        value = value + (v_first - value) * _per_head(layer, mx.sigmoid(layer.v_lora(xv)))
-    decay = mx.sigmoid(_per_head(layer, layer.w_lora(mixed(layer.x_w)))).astype(mx.float32)
-    decay = mx.exp(-0.606531 * decay).astype(receptance.dtype)
-    direction = key * layer.k_k
-    direction = direction / mx.maximum(mx.linalg.norm(direction, axis=-1, keepdims=True), 1e-7)
-    key = key * (1 + (rate - 1) * layer.k_a)
-    y, tape = _wkv(layer, (receptance, decay, key, value, -direction, direction * rate), cache)
-    cache.record(lambda path: [history.after(path), tape.after(path)], slots=(0, 1))
-
-    out = layer.g_norm(y.astype(receptance.dtype))
-    out = out + (receptance * key * layer.r_k).sum(axis=-1, keepdims=True) * value
-    return layer.o_proj(out.reshape(B, N, E) * layer.g_lora(mixed(layer.x_g))), v_first
-
-
-def _wkv(layer: nn.Module, parts: tuple[mx.array, ...], cache: RecurrentBlock) -> tuple[mx.array, Tape | Steps]:
-    """The recurrence [B, N, H, D]; mlx-lm keeps its state in the dtype of the activations."""
-    r, w, k, v, a, b = parts
-    if r.dtype == mx.float32:  # the decay is at least 0.54, so its log is safe
-        return rwkv7(r, mx.log(w), k, v, a, b, cache[1], cache.block)
-
-    def step(parents: mx.array | None, nodes: mx.array) -> tuple[mx.array, mx.array]:
-        rows = (mx.take(part, nodes, axis=1).flatten(0, 1)[:, None] for part in parts)
-        y, states = layer._wkv7(*rows, None if parents is None else parents.flatten(0, 1))
-        grouped = (r.shape[0], nodes.size)
-        return states.reshape(*grouped, *states.shape[1:]), y.reshape(*grouped, *r.shape[2:])
-
-    return scan(cache[1], step, cache.block)
-
-
-def rwkv7_channel_mixing(layer: nn.Module, x: mx.array, cache: RecurrentBlock) -> mx.array:
-    history = with_history(x, cache[2], 1)
-    cache.record(lambda path: [history.after(path)], slots=(2,))
-    mixed = x + (shifted(history, cache.block) - x) * layer.x_k
-    return layer.value(nn.relu2(layer.key(mixed)))
