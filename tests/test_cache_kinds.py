@@ -224,6 +224,20 @@ def test_younger_snapshots_survive_a_return_to_older_ones(kind):
         driver.run([7], [round, Snapshot(), Restore(0), round, Restore(0), round, round, round, Restore(0), round])
 
 
+@pytest.mark.parametrize("kind", [FULL, rotating(16), rotating(16, 4), chunks(16)], ids=lambda kind: kind.name)
+def test_a_released_cache_can_be_trimmed_as_long_as_mlx_lm_trims_it(kind):
+    round = Round((0, 1, 0, 2), node=3, kept=None, window=0, return_array=False)
+    for widths in ([1], [5], [1, 2, 1, 3]):
+        driver = Driver(kind)
+        driver.run([3], [round, round])
+        assert driver.stock.is_trimmable() and driver.stock.trim(4) == 4
+        del driver.tokens[-4:]
+        driver.fed = [1] * len(driver.tokens)
+        driver.carried = carry(driver.stock)
+        driver.round(round)
+        driver.release(Release(tuple(widths)))
+
+
 # What models read and write on a cache object.
 
 

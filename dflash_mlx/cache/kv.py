@@ -20,15 +20,14 @@ class KVBlock:
 
     def __init__(self, cache: KVCache | QuantizedKVCache):
         self._cache = cache
-        self._base = cache.offset
-        self._block = Block.chain(1)
         self._written: tuple[mx.array, mx.array] | None = None
+        self.open(Block.chain(1))
 
     # What the model sees.
 
     @property
     def offset(self) -> int:
-        return self._cache.offset if self._block.is_chain else Positions(self._base, self._block)
+        return self._cache.offset if self._positions is None else self._positions
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         if self._block.is_chain:
@@ -65,7 +64,9 @@ class KVBlock:
     # What the engine sees.
 
     def open(self, block: Block) -> None:
-        self._block, self._base, self._written = block, self._cache.offset, None
+        self._block, self._base = block, self._cache.offset
+        self._positions = None if block.is_chain else Positions(self._base, block)
+        self._written = None
 
     def commit(self, path: tuple[int, ...]) -> None:
         if self._written is not None and not is_prefix(path):

@@ -30,13 +30,14 @@ class SlidingBlock:
         self._size, self._keep = cache.max_size, cache.keep
         ordered = [None if x is None else cache._temporal_order(x) for x in (cache.keys, cache.values)]
         self._rows = RowBuffer(*ordered, end=cache.offset, retain=cache.max_size, keep=cache.keep)
-        self._block, self._base, self._first_row = Block.chain(1), cache.offset, 0
+        self._first_row = 0
+        self._stand_before(Block.chain(1))
 
     # What the model sees.
 
     @property
     def offset(self) -> int:
-        return self._rows.end if self._block.is_chain else Positions(self._base, self._block)
+        return self._rows.end if self._positions is None else self._positions
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """Its columns are the rows that `update_and_fetch` is about to return, whatever the window asked for."""
@@ -84,7 +85,7 @@ class SlidingBlock:
     def open(self, block: Block) -> None:
         self._cache.keys = self._cache.values = None
         self._rows.make_room(block.size)
-        self._block, self._base = block, self._rows.end
+        self._stand_before(block)
 
     def commit(self, path: tuple[int, ...]) -> None:
         self._rows.keep_path(self._base, path)
@@ -98,7 +99,7 @@ class SlidingBlock:
 
     def restore(self, snapshot: Any) -> None:
         self._rows.restore(snapshot)
-        self._block, self._base = Block.chain(1), self._rows.end
+        self._stand_before(Block.chain(1))
 
     def release(self) -> RotatingKVCache:
         """A ring of at most max_size rows whose oldest row stands first and goes first, as mlx-lm leaves it."""
@@ -110,6 +111,10 @@ class SlidingBlock:
 
     def arrays(self) -> list[mx.array]:
         return [] if self._rows.keys is None else [self._rows.keys, self._rows.values]
+
+    def _stand_before(self, block: Block) -> None:
+        self._block, self._base = block, self._rows.end
+        self._positions = None if block.is_chain else Positions(self._base, block)
 
     def _oldest_row(self) -> int:
         """First row that the next position can see. Sinks stand at the front, so with them it is the first of all,
