@@ -139,7 +139,7 @@ def test_bad_input_is_one_sentence_and_status_2(pair, capsys, match):
 
 def test_draft_and_target_mixed_up(pair, capsys, tmp_path):
     """Case 18, and case 25: a draft that cannot be loaded is an error, never plain decoding in silence."""
-    target, draft = pair
+    target, _ = pair
     status, _, err = run(capsys, "generate", "--model", target, "--draft", target, "-p", " w4")
     assert status == 2 and "not a DFlash draft" in err
     write_draft(tmp_path, CONFIG | {"hidden_size": 64})

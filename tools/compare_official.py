@@ -2,7 +2,8 @@
 
 It is not a dependency of this project. In a virtual environment of its own outside the repository:
 
-    python -m venv official && official/bin/pip install 'mlx[cpu]' mlx-lm && official/bin/pip install --no-deps dflash==0.1.0
+    python -m venv official && official/bin/pip install 'mlx[cpu]' mlx-lm
+    official/bin/pip install --no-deps dflash==0.1.0
     PYTHONPATH=. official/bin/python tools/compare_official.py --block-sizes 4,8,16
 
 Block sizes above the draft's own are measured with a copy of the draft whose config says so.
