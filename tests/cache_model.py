@@ -309,6 +309,7 @@ class Driver:
             which = event.which % len(self.snapshots)
             state, tokens, fed = self.snapshots[which]
             self.carried.restore(state)
+            self.carried.rewind(0)  # no block is open that it could undo
             self.tokens, self.fed = list(tokens), list(fed)
             if not self.kind.younger_snapshots_survive:
                 del self.snapshots[which + 1 :]

@@ -165,6 +165,15 @@ def test_masks_name_the_fast_kernels():
         cache.commit(tuple(range(width)))
 
 
+def test_rows_of_earlier_chunks_are_not_fetched():
+    cache = carry(ChunkedKVCache(8))
+    for expected in (5, 10, 7, 12, 9, 6, 11, 8, 5):
+        cache.open(Block.chain(5))
+        cache.maybe_trim_front()
+        assert cache.update_and_fetch(*rows(chunks(8), list(range(5))))[0].shape[2] == expected
+        cache.commit(tuple(range(5)))
+
+
 def test_no_write_copies_the_cache():
     """Appending and committing touch a few rows of arrays of megabytes; only a living snapshot costs one copy."""
     rng = random.Random(0)
