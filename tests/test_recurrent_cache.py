@@ -168,16 +168,20 @@ def test_forward_that_failed_half_way_is_undone(architecture):
     assert relative(rounds.verify([])[0], expected[0]) < 2e-5
 
 
-def test_prompt_of_one_token_starts_from_an_empty_cache():
-    for architecture in KINDS:
-        model = model_of(architecture)
-        rounds = Rounds(model, [7])
-        logits = rounds.verify([3, 4, 5])
-        rounds.commit([3, 4, 5], 1, 9)
-        again = rounds.verify([2, 2])
-        expected, _ = stepwise(model, [7, 3, 9, 2, 2], 0)
-        assert relative(logits[:2], expected[:2]) < 2e-5
-        assert relative(again, expected[2:]) < 2e-5
+@pytest.mark.parametrize("architecture", KINDS)
+def test_prompt_of_one_token_starts_from_an_empty_cache(architecture):
+    model = model_of(architecture)
+    rounds = Rounds(model, [7])
+    logits = rounds.verify([3, 4, 5])
+    rounds.commit([3, 4, 5], 1, 9)
+    _, plain = stepwise(model, [7, 3], 0)
+    for cache, expected in zip(rounds.caches, plain, strict=True):
+        if isinstance(cache, RecurrentBlock):
+            assert [state.shape for state in cache.snapshot()] == [state.shape for state in expected.cache]
+    again = rounds.verify([2, 2])
+    expected, _ = stepwise(model, [7, 3, 9, 2, 2], 0)
+    assert relative(logits[:2], expected[:2]) < 2e-5
+    assert relative(again, expected[2:]) < 2e-5
 
 
 @pytest.mark.parametrize("architecture", ["mamba2", "mamba", "rwkv7"])  # without attention, whose caches do grow

@@ -112,8 +112,9 @@ def over_tree(layer, arguments, rows, block):
 def test_nodes_of_a_layer_equal_steps_along_their_paths(architecture, dtype):
     rng = random.Random(architecture)
     model = model_of(architecture, dtype)
-    # float32: one layer, so only the order of sums differs. bfloat16: a few units in the last place.
-    tolerance, state_tolerance = (3e-6, 3e-6) if dtype == mx.float32 else (2.5e-2, 1e-2)
+    # float32: one layer, so only the order of sums differs. bfloat16: mlx-lm's one-row step rounds a product more
+    # than its own blocks do in Mamba-2 and lightning attention, a few units in the last place; the others are equal.
+    tolerance, state_tolerance = (3e-6, 1e-6) if dtype == mx.float32 else (2.5e-2, 2e-3)
     for layer, _, arguments in calls_of_recurrent_layers(model):
         for size in (2, 7, 16, 20):
             block = random_block(rng, size)

@@ -310,6 +310,8 @@ def recurrent_states(caches):
 PROMPT = [5, 7, 9, 11, 3, 2, 8, 60, 44, 31, 2]
 # float32: sums over up to 16 rows in another order, through four layers whose norms amplify.
 FLOAT32 = 2e-5
+# The state of one layer is within 1e-6 (test_recurrent_trees); here its inputs come from layers that differ already.
+STATE = 5e-6
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
@@ -335,7 +337,7 @@ def test_rounds_equal_plain_decoding(architecture):
     ours = recurrent_states(rounds.release())
     for mine, theirs in zip(ours, recurrent_states(plain_cache), strict=True):
         assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
-        assert relative(mine, theirs) < FLOAT32
+        assert relative(mine, theirs) < STATE
     assert [type(m) for m in model.modules()] == expected_classes
 
 

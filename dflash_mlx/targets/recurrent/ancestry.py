@@ -62,16 +62,16 @@ def strict_ancestors(block: Block) -> mx.array:
 
 @lru_cache(maxsize=8)
 def routes(block: Block) -> mx.array:
-    """Which nodes lie on the way to a node, float32 [N · (N + 1), N] of 0 and 1, three times side by side.
+    """Which nodes lie on the way to a node, float32 [N · (N + 1), N] of 0 and 1.
 
     Row (i, j) marks the nodes behind node j up to node i, nothing where j is no ancestor of i; row (i, N) marks the
-    whole way from the anchor to i. A product with it adds up what happens on each way, given in three terms.
+    whole way from the anchor to i. A product with it adds up what happens on each way.
     """
     size, path = block.size, _on_path(block)
-    marked = np.zeros((size, size + 1, size), np.float32)
-    marked[:, :size] = path[:, :, None] & path[:, None] & (path & ~np.eye(size, dtype=bool)).T
+    marked = np.empty((size, size + 1, size), np.float32)
+    marked[:, :size] = path[:, None] & (path & ~np.eye(size, dtype=bool)).T
     marked[:, size] = path
-    return mx.array(np.tile(marked.reshape(-1, size), 3))
+    return mx.array(marked.reshape(-1, size))
 
 
 @dataclass(frozen=True)

@@ -56,19 +56,18 @@ def decays(log_decay: mx.array, block: Block) -> tuple[mx.array, mx.array]:
     log_decay: float32 [B, H, N] or per key channel [B, H, N, Dk]. Returns [B, H, N, N] and [B, H, N], or the same
     with a last axis Dk.
     """
-    B, H, N = log_decay.shape[:3]
-    by_channel = log_decay.ndim == 4
-    terms = mx.concatenate(_exact_terms(log_decay.reshape(B, H, N, -1)), axis=2)
-    logs = (routes(block) @ terms).reshape(B, H, N, N + 1, *log_decay.shape[3:])
-    path = on_path(block)[..., None] if by_channel else on_path(block)
-    return mx.exp(mx.where(path, logs[:, :, :, :N], -mx.inf)), mx.exp(logs[:, :, :, N])
+    B, _, N = log_decay.shape[:3]
+    ways = log_decay.swapaxes(1, 2)
+    # Some devices round the float32 inputs of a matmul to 11 bits, so the sums are taken in three exact terms.
+    marks = mx.concatenate([routes(block)] * 3, axis=1)
+    logs = marks @ mx.concatenate(exact_terms(ways.reshape(B, N, -1)), axis=1)
+    logs = logs.reshape(B, N, N + 1, *ways.shape[2:])
+    path = on_path(block) if log_decay.ndim == 3 else on_path(block)[..., None]
+    return mx.exp(mx.where(path, mx.moveaxis(logs[:, :, :N], 3, 1), -mx.inf)), mx.exp(logs[:, :, N].swapaxes(1, 2))
 
 
-def _exact_terms(x: mx.array) -> list[mx.array]:
-    """float32 x as a sum of three terms of at most 8 significant bits, which no matmul rounds.
-
-    Some devices round the float32 inputs of a matmul to 11 bits.
-    """
+def exact_terms(x: mx.array) -> list[mx.array]:
+    """float32 x as a sum of three terms of at most 8 significant bits."""
     high = x.astype(mx.bfloat16).astype(mx.float32)
     middle = (x - high).astype(mx.bfloat16).astype(mx.float32)
     return [high, middle, x - high - middle]
