@@ -7,7 +7,7 @@ import random
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, load_prompt_cache, make_prompt_cache, save_prompt_cache
 from tiny import LLAMA, MOE, VOCAB, build
 
 from dflash_mlx.cache import Block, carry
@@ -364,7 +364,7 @@ def test_bfloat16_stays_as_close_as_blocks_of_the_model_itself(architecture):
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_plain_decoding_goes_on_after_release(architecture):
+def test_plain_decoding_goes_on_after_release_and_from_a_file(architecture, tmp_path):
     model = model_of(architecture)
     rounds = Rounds(model, PROMPT)
     objects = list(rounds.plain)
@@ -373,6 +373,8 @@ def test_plain_decoding_goes_on_after_release(architecture):
     rounds.commit(drafted, 2, 17)
     handed_back = rounds.release()
     assert all(a is b for a, b in zip(handed_back, objects, strict=True) if isinstance(b, ArraysCache))
-    logits = model(mx.array([[17]]), cache=handed_back)[0]
+    file = str(tmp_path / "cache.safetensors")
+    save_prompt_cache(file, handed_back)
     plain_logits, _ = stepwise(model, [*PROMPT, 4, 80, 17], len(PROMPT) + 2)
-    assert relative(logits, plain_logits) < FLOAT32
+    for cache in (handed_back, load_prompt_cache(file)):
+        assert relative(model(mx.array([[17]]), cache=cache)[0], plain_logits) < FLOAT32

@@ -78,8 +78,8 @@ def ngram_embedding(layer: nn.Module, input_ids: mx.array, cache: RecurrentBlock
     cache.record(after)
     grams = mx.take(rows, windows(block, layer.n), axis=1)  # [B, N, n], the node's own token last
     x = layer.word_embeddings(ids)
-    for (n, _), mods in layer._vocab_mods.items():
-        index = (n - 2) * layer.k + _
+    for (n, split), mods in layer._vocab_mods.items():
+        index = (n - 2) * layer.k + split
         hashed = ids + sum(grams[..., -k] * mods[k - 2] for k in range(2, n + 1))
         x = x + layer.post_projs[index](layer.embedders[index](hashed % (layer.m + index * 2 + 1)))
     return x / (1 + layer.k * (layer.n - 1))
