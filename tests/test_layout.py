@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "dflash_mlx"
 LAYERS = [
     {"__init__", "__main__"},
     {"cli"},
-    {"server", "train", "demo", "check", "doctor", "bench"},
+    {"server", "train", "demo", "check", "conformance", "doctor", "bench"},
     {"generate"},
     {"load", "text", "prompt_cache"},
     {"speculative"},

@@ -16,10 +16,11 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from ..cache import Block, BlockCache, carry
-from ..errors import TargetStateError
+from ..errors import TargetStateError, UnsupportedTargetError
 from .anatomy import Anatomy, dissect
 from .instrument import Swaps, Taps, rope_swaps, swapped
 from .recurrent import recurrent_swaps
+from .support import chain_refusal, tree_refusal
 from .verification import Verification
 
 
@@ -54,6 +55,9 @@ class Target:
         eos_token_ids: frozenset[int] = frozenset(),
         kv_quantization: KVQuantization | None = None,
     ):
+        refusal = chain_refusal(model)
+        if refusal is not None:
+            raise UnsupportedTargetError(refusal)
         self.model = model
         self.eos_token_ids = eos_token_ids
         self._prompt_cache = prompt_cache
@@ -64,6 +68,11 @@ class Target:
         self._rows = 0
         self._failed = False
         self.position = next((c.offset for c in prompt_cache if isinstance(getattr(c, "offset", None), int)), 0)
+
+    @cached_property
+    def tree_refusal(self) -> str | None:
+        """Why this target verifies chains only; None where it takes trees."""
+        return tree_refusal(self.model)
 
     # The parts that a draft shares.
 
@@ -133,6 +142,8 @@ class Target:
         """
         if self._failed:
             raise TargetStateError("The caches of this generation are damaged; start again from a fresh prompt cache.")
+        if not proposal.block.is_chain and self.tree_refusal is not None:
+            raise UnsupportedTargetError(self.tree_refusal)
         self._open(proposal.block)
         with swapped(self._swaps(proposal.block)):
             logits = self.model(proposal.tokens, cache=self._caches)
