@@ -61,8 +61,9 @@ def quantize(draft: DFlashDraft, bits: int, group_size: int = 64) -> None:
 
 
 def stack(weights: dict[str, mx.array], config: DraftConfig) -> dict[str, mx.array]:
-    """Published names to ours: the K/V projections of all layers become one, row after row."""
+    """Published names to ours: the K/V projections of all layers become one, row after row, and so do the key norms."""
     weights = dict(weights)
+    weights["k_norm.weight"] = mx.stack([weights.pop(name) for name in _k_norm_names(config)])
     for suffix in SUFFIXES:
         parts = [weights.pop(f"{name}.{suffix}", None) for name in kv_names(config)]
         if parts[0] is not None:
@@ -73,6 +74,7 @@ def stack(weights: dict[str, mx.array], config: DraftConfig) -> dict[str, mx.arr
 def unstack(weights: dict[str, mx.array], config: DraftConfig) -> dict[str, mx.array]:
     """Our names to the published ones; the inverse of `stack`."""
     weights = dict(weights)
+    weights |= dict(zip(_k_norm_names(config), weights.pop("k_norm.weight"), strict=True))
     rows = config.num_key_value_heads * config.head_dim
     for suffix in SUFFIXES:
         stacked = weights.pop(f"kv_proj.{suffix}", None)
@@ -85,6 +87,10 @@ def unstack(weights: dict[str, mx.array], config: DraftConfig) -> dict[str, mx.a
 def kv_names(config: DraftConfig) -> list[str]:
     """The published names of the stacked projections, in the order of their rows."""
     return [f"layers.{i}.self_attn.{part}_proj" for i in range(config.num_hidden_layers) for part in "kv"]
+
+
+def _k_norm_names(config: DraftConfig) -> list[str]:
+    return [f"layers.{i}.self_attn.k_norm.weight" for i in range(config.num_hidden_layers)]
 
 
 def _resolve(path_or_repo: str | Path) -> Path:

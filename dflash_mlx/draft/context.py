@@ -34,9 +34,10 @@ class DraftContext:
     def append(self, layer: int, keys: mx.array, values: mx.array) -> None:
         """Put the K/V [1, H, n, D] of the last committed tokens behind a layer's rows; `advance` follows the last."""
         rows = self._layers[layer]
-        skipped = max(0, keys.shape[2] - rows.keep)
-        rows.write(keys[:, :, skipped:], values[:, :, skipped:])
-        rows.size += keys.shape[2] - skipped
+        if keys.shape[2] > rows.keep:
+            keys, values = keys[:, :, -rows.keep :], values[:, :, -rows.keep :]
+        rows.write(keys, values)
+        rows.size += keys.shape[2]
 
     def advance(self, num_tokens: int) -> None:
         """Count committed tokens, those that were too old to be appended too."""

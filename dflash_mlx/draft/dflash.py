@@ -33,8 +33,25 @@ class MLP(nn.Module):
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
+class KeyNorm(nn.Module):
+    """RMSNorm of the keys of all layers; row i of the weight belongs to layer i."""
+
+    def __init__(self, num_layers: int, head_dim: int, eps: float):
+        super().__init__()
+        self.weight = mx.ones((num_layers, head_dim))
+        self.eps = eps
+
+    def __call__(self, keys: mx.array) -> mx.array:
+        """Keys [1, n, layers, H, D] of all layers at once."""
+        return mx.fast.rms_norm(keys, None, self.eps) * self.weight[:, None]
+
+    def of(self, layer: int, keys: mx.array) -> mx.array:
+        """Keys [.., D] of one layer."""
+        return mx.fast.rms_norm(keys, self.weight[layer], self.eps)
+
+
 class Attention(nn.Module):
-    """The parts of a layer's attention that only the block needs; K/V projections of all layers are stacked."""
+    """The parts of a layer's attention that only the block needs; those of the keys and values are stacked."""
 
     def __init__(self, config: DraftConfig):
         super().__init__()
@@ -42,7 +59,6 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
 
 class Layer(nn.Module):
@@ -57,8 +73,9 @@ class Layer(nn.Module):
 class DFlashDraft(nn.Module):
     """DFlash 1.
 
-    The rows of `kv_proj` are [k of layer 0, v of layer 0, k of layer 1, ..]: one matmul gives the K/V of committed
-    tokens for all layers, and a layer's own rows give the K/V of the block.
+    What makes keys and values is stacked over the layers: the rows of `kv_proj` are [k of layer 0, v of layer 0, k of
+    layer 1, ..]. One matmul, one norm and one rotation give the K/V of committed tokens for all layers, and a layer's
+    own rows give the K/V of the block.
     """
 
     def __init__(self, config: DraftConfig):
@@ -69,6 +86,7 @@ class DFlashDraft(nn.Module):
         self._kv_width = config.num_key_value_heads * config.head_dim
         kv_rows = 2 * config.num_hidden_layers * self._kv_width
         self.kv_proj = nn.Linear(config.hidden_size, kv_rows, bias=config.attention_bias)
+        self.k_norm = KeyNorm(config.num_hidden_layers, config.head_dim, config.rms_norm_eps)
         self.layers = [Layer(config) for _ in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rope = initialize_rope(
@@ -102,28 +120,30 @@ class DFlashDraft(nn.Module):
         position: the tokens of the target that the draft will never see. limit: the last tokens that a layer without
         a window attends; by default CONTEXT_LIMIT or, where it is less, what the draft was made for.
         """
-        whole = limit or min(self.config.max_position_embeddings, CONTEXT_LIMIT)
+        whole = min(self.config.max_position_embeddings, CONTEXT_LIMIT) if limit is None else limit
         windows = [self.config.window(i) for i in range(self.config.num_hidden_layers)]
         limits = [whole if window is None else window - 1 for window in windows]
         return DraftContext(limits, self.block_size, position)
 
     def extend(self, context: DraftContext, target_hidden: mx.array) -> None:
         """Add n committed tokens, target_hidden [1, n, n_captured × E]; lazy."""
-        committed = target_hidden.shape[1]
-        skipped = max(0, committed - context.bound)
+        committed, skipped = target_hidden.shape[1], 0
+        if committed > context.bound:
+            skipped = committed - context.bound
+            target_hidden = target_hidden[:, skipped:]
         if committed > 0:
-            features = self.hidden_norm(self.fc(target_hidden[:, skipped:].astype(self.dtype)))
-            kv = self.kv_proj(features)
+            keys, values = self._context_kv(target_hidden, context.position + skipped)
+            heads = self.config.num_key_value_heads
             for i in range(self.config.num_hidden_layers):
-                kv_of_layer = kv[..., 2 * i * self._kv_width : 2 * (i + 1) * self._kv_width]
-                context.append(i, *self._keys_values(i, kv_of_layer, context.position + skipped))
+                of_layer = slice(i * heads, (i + 1) * heads)
+                context.append(i, keys[:, of_layer], values[:, of_layer])
         context.advance(committed)
 
     def __call__(self, inputs: mx.array, context: DraftContext) -> mx.array:
         """Embedded block [1, L, E] at positions context.position.. to normed hidden [1, L, E]."""
         x = inputs.astype(self.dtype)
         for i, layer in enumerate(self.layers):
-            x = x + self._attend(i, layer.input_layernorm(x), context)
+            x = x + self._attend(i, layer.self_attn, layer.input_layernorm(x), context)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x)
 
@@ -147,25 +167,33 @@ class DFlashDraft(nn.Module):
         tied = self.config.tie_word_embeddings and "embed_tokens" in self
         return self.embed_tokens.as_linear if tied else target_head
 
-    def _attend(self, i: int, x: mx.array, context: DraftContext) -> mx.array:
-        config, attention = self.config, self.layers[i].self_attn
-        length = x.shape[1]
+    def _attend(self, i: int, attention: Attention, x: mx.array, context: DraftContext) -> mx.array:
+        config, length = self.config, x.shape[1]
         queries = attention.q_proj(x).reshape(1, length, config.num_attention_heads, config.head_dim)
         queries = self.rope(attention.q_norm(queries).transpose(0, 2, 1, 3), offset=context.position)
-        block = self._keys_values(i, self._block_kv(i, x), context.position)
+        block = self._block_kv(i, x, context.position)
         keys, values = context.with_block(i, *block)
         mask = block_mask(length, context.length(i), config.window(i), config.causal(i))
         out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=config.head_dim**-0.5, mask=mask)
         return attention.o_proj(out.transpose(0, 2, 1, 3).reshape(1, length, -1))
 
-    def _keys_values(self, i: int, kv: mx.array, position: int) -> tuple[mx.array, mx.array]:
-        """Projected rows [1, n, 2 × kv width] to normed, rotated keys and values, each [1, H, n, D]."""
-        shape = (1, kv.shape[1], self.config.num_key_value_heads, self.config.head_dim)
-        keys = self.layers[i].self_attn.k_norm(kv[..., : self._kv_width].reshape(shape)).transpose(0, 2, 1, 3)
-        values = kv[..., self._kv_width :].reshape(shape).transpose(0, 2, 1, 3)
+    def _context_kv(self, target_hidden: mx.array, position: int) -> tuple[mx.array, mx.array]:
+        """Keys and values of committed tokens for all layers, each [1, layers × H, n, D]."""
+        config, n = self.config, target_hidden.shape[1]
+        heads = config.num_hidden_layers * config.num_key_value_heads
+        kv = self.kv_proj(self.hidden_norm(self.fc(target_hidden.astype(self.dtype))))
+        kv = kv.reshape(1, n, config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim)
+        keys = self.k_norm(kv[:, :, :, 0]).reshape(1, n, heads, config.head_dim).transpose(0, 2, 1, 3)
+        values = kv[:, :, :, 1].reshape(1, n, heads, config.head_dim).transpose(0, 2, 1, 3)
         return self.rope(keys, offset=position), values
 
-    def _block_kv(self, i: int, x: mx.array) -> mx.array:
+    def _block_kv(self, i: int, x: mx.array, position: int) -> tuple[mx.array, mx.array]:
+        """The block's keys and values for one layer, each [1, H, L, D]."""
+        heads = self.config.num_key_value_heads
+        kv = self._project_kv(i, x).reshape(1, x.shape[1], 2 * heads, self.config.head_dim).transpose(0, 2, 1, 3)
+        return self.rope(self.k_norm.of(i, kv[:, :heads]), offset=position), kv[:, heads:]
+
+    def _project_kv(self, i: int, x: mx.array) -> mx.array:
         """One layer's rows of the stacked projection; the slices are views, nothing is copied."""
         kv_proj, rows = self.kv_proj, slice(2 * i * self._kv_width, 2 * (i + 1) * self._kv_width)
         if isinstance(kv_proj, nn.QuantizedLinear):
