@@ -9,13 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..cache import Positions
+from ..cache import Block, Positions
 
 # Forwards on one model object take turns; only the building of a graph is inside, so nobody waits for a device.
 _swapping = threading.RLock()
@@ -69,23 +69,32 @@ class Taps:
 ROPE_NAMES = {"rope", "rotary_emb", "index_rope"}
 
 
-def rope_swaps(model: nn.Module) -> Swaps:
-    """Every rope module of the model with its tree subclass."""
+def rope_swaps(model: nn.Module, block: Block | None = None) -> Swaps:
+    """Every rope module of the model with its tree subclass.
+
+    block: the tree that is open, for models that make a plain number of the cache's offset before they rotate.
+    """
     ropes = {id(m): m for name, m in model.named_modules() if name.rpartition(".")[2] in ROPE_NAMES}
-    return [(rope, _tree_rope(type(rope))) for rope in ropes.values()]  # type: ignore[arg-type]
+    return [(rope, _tree_rope(type(rope), block)) for rope in ropes.values()]  # type: ignore[arg-type]
 
 
-@cache
-def _tree_rope(base: type) -> type:
+@lru_cache(maxsize=64)
+def _tree_rope(base: type, block: Block | None) -> type:
     """The subclass of a rope class that rotates every row of a tree by its own position.
 
     `mx.fast.rope` takes one offset per batch row, so x [1, H, L, D] becomes [L, H, 1, D] and comes back.
     """
 
+    def positions(x: mx.array, offset: Any) -> mx.array | None:
+        if isinstance(offset, Positions):
+            return offset.nodes
+        return block.depth_array + offset if block is not None and x.shape[2] == block.size else None
+
     def call(rope: nn.Module, x: mx.array, offset: Any = 0, **kwargs: Any) -> mx.array:
-        if not isinstance(offset, Positions):
+        nodes = positions(x, offset)
+        if nodes is None:
             return base.__call__(rope, x, offset=offset, **kwargs)
-        rows = base.__call__(rope, x.transpose(2, 1, 0, 3), offset=offset.nodes, **kwargs)
+        rows = base.__call__(rope, x.transpose(2, 1, 0, 3), offset=nodes, **kwargs)
         return rows.transpose(2, 1, 0, 3)
 
     return type(f"Tree{base.__name__}", (base,), {"__call__": call})

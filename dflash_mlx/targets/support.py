@@ -11,6 +11,10 @@ from .anatomy import family
 
 # Model file of mlx-lm → why a chain cannot be rolled back exactly.
 NO_CHAINS: dict[str, str] = {
+    "deepseek_v41": (
+        "This model's cache merges tokens into compressed groups and drops what went into them, so that a rejected "
+        "token cannot be taken out again; generate without a draft."
+    ),
     "phi3small": (
         "This model's attention adds mlx-lm's boolean mask to its scores, so that rows of one forward attend the "
         "tokens behind them; generate without a draft."
@@ -18,7 +22,18 @@ NO_CHAINS: dict[str, str] = {
 }
 
 # Model file of mlx-lm → why the nodes of a tree cannot have their own positions and masks; chains work.
-NO_TREES: dict[str, str] = {}
+NO_TREES: dict[str, str] = {
+    **dict.fromkeys(
+        ("gpt2", "gpt_bigcode"), "This model looks up learned positions by row number; propose one branch."
+    ),
+    **dict.fromkeys(
+        ("nanochat", "talkie"), "This model's attention rotates without a module of its own; propose one branch."
+    ),
+    **dict.fromkeys(
+        ("ministral3", "mistral4", "llama4"),
+        "This model scales or masks its attention by row number, not by a node's position; propose one branch.",
+    ),
+}
 
 
 def chain_refusal(model: nn.Module) -> str | None:

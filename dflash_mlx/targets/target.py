@@ -219,12 +219,8 @@ class Target:
         """Attention takes mlx-lm's own path: an integer offset, the stock mask and kernels."""
         return [*recurrent_swaps(self.model), *self._taps.swaps]
 
-    @cached_property
-    def _tree_swaps(self) -> Swaps:
-        return [*self._chain_swaps, *rope_swaps(self.model)]
-
     def _swaps(self, block: Block) -> Swaps:
-        return self._chain_swaps if block.is_chain else self._tree_swaps
+        return self._chain_swaps if block.is_chain else [*self._chain_swaps, *rope_swaps(self.model, block)]
 
     def _quantize_where_due(self) -> None:
         if self._kv_quantization is None:
