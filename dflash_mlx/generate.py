@@ -12,7 +12,7 @@ import mlx.nn as nn
 import mlx_lm
 from mlx_lm.generate import GenerationResponse as PlainResponse
 from mlx_lm.generate import generation_stream, wired_limit
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .draft import DFlashDraft
@@ -197,6 +197,10 @@ def _speculative(
     quantization = None if kv_bits is None else KVQuantization(kv_bits, kv_group_size, quantized_kv_start)
     keep_cache = prompt_cache is not None
     caches = prompt_cache if prompt_cache is not None else make_prompt_cache(model, max_kv_size)
+    if kv_bits is not None and any(isinstance(cache, RotatingKVCache) for cache in caches):
+        raise UnsupportedOptionError(
+            "kv_bits cannot quantize sliding-window caches; leave kv_bits out for this target."
+        )
     target = Target(
         model,
         caches,

@@ -316,3 +316,22 @@ def test_context_of_another_draft_or_another_place_is_not_used(model, draft, tok
     list(mlx_lm.stream_generate(model, tokenizer, [30], 5, prompt_cache=cache))  # moves on without the draft
     assert spoken(model, other, tokenizer, [8], cache)[2].unseen_tokens == len(PROMPT) + 13 + 1 + 13 + 1 + 5
     assert second == plain_tokens(model, [*PROMPT, *first, 8], 13)
+
+
+def test_kv_bits_on_sliding_windows_is_refused_before_anything_runs(tokenizer):
+    windowed = build(
+        "llama",
+        LLAMA
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8, "num_hidden_layers": 4},
+    )
+    four = random_draft(CONFIG | {"num_target_layers": 4})
+    refused(UnsupportedOptionError, "kv_bits cannot quantize", windowed, tokenizer, draft_model=four, kv_bits=8)
+    tokens = [r.token for r in stream_generate(windowed, tokenizer, PROMPT, 30, four)]
+    assert tokens == plain_tokens(windowed, PROMPT, 30)[: len(tokens)]  # it may end earlier, at end-of-sequence
+
+
+@pytest.mark.parametrize("max_kv_size", [8, 16, 64])
+def test_max_kv_size_means_what_it_means_in_mlx_lm(model, draft, tokenizer, max_kv_size):
+    plain = [r.token for r in mlx_lm.stream_generate(model, tokenizer, PROMPT, 40, max_kv_size=max_kv_size)]
+    ours = [r.token for r in stream_generate(model, tokenizer, PROMPT, 40, draft, max_kv_size=max_kv_size)]
+    assert ours == plain

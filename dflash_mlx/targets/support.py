@@ -29,6 +29,7 @@ NO_TREES: dict[str, str] = {
     **dict.fromkeys(
         ("nanochat", "talkie"), "This model's attention rotates without a module of its own; propose one branch."
     ),
+    "minimax_m3_vl": "This model picks key blocks by cache row, not by a node's position; propose one branch.",
     **dict.fromkeys(
         ("ministral3", "mistral4", "llama4"),
         "This model scales or masks its attention by row number, not by a node's position; propose one branch.",

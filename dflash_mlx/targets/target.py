@@ -67,7 +67,7 @@ class Target:
         self._opened: list[BlockCache] = []  # those that the current block reached
         self._rows = 0
         self._failed = False
-        self.position = next((c.offset for c in prompt_cache if isinstance(getattr(c, "offset", None), int)), 0)
+        self.position = _offset(prompt_cache)
 
     @cached_property
     def tree_refusal(self) -> str | None:
@@ -230,3 +230,12 @@ class Target:
                 self._prompt_cache[i] = self._kv_quantization.quantized(cache)
                 if self._caches:
                     self._caches[i] = carry(self._prompt_cache[i])
+
+
+def _offset(caches: Any) -> int:
+    """Tokens that the caches hold, from the first that counts them; a list of caches is looked into."""
+    for cache in caches:
+        offset = _offset(cache.caches) if hasattr(cache, "caches") else getattr(cache, "offset", 0)
+        if isinstance(offset, int) and offset:
+            return offset
+    return 0
