@@ -55,7 +55,7 @@ def test_tree_is_the_most_probable_prefixes(depth, k, ties):
         expected = brute_force(lambda path, rows=(logprobs, ids): tuple(r[len(path)] for r in rows), depth, budget)
         tree = build_tree(logprobs, ids, budget)
         assert len(tree.tokens) == len(expected) and set(paths_of(tree)) == expected
-        tree.block  # parents stand before their children
+        assert len(tree.block.depths) == tree.block.size  # made only if parents stand before their children
 
 
 @pytest.mark.parametrize("tau", [0.0, 0.5, 2.0])
@@ -77,7 +77,12 @@ def test_conditioned_tree_is_the_most_probable_prefixes(ties):
 
     for budget in (1, 4, 9, 20, 100):
         asked = []
-        tree = build_conditioned_tree(lambda path: (asked.append(path), children(path))[1], budget)
+
+        def noted(path, asked=asked):
+            asked.append(path)
+            return children(path)
+
+        tree = build_conditioned_tree(noted, budget)
         assert set(paths_of(tree)) == brute_force(children, 3, budget)
         assert len(asked) == len(set(asked)) <= budget + 1
 
