@@ -142,8 +142,9 @@ class DFlashDraft(nn.Module):
     def __call__(self, inputs: mx.array, context: DraftContext) -> mx.array:
         """Embedded block [1, L, E] at positions context.position.. to normed hidden [1, L, E]."""
         x = inputs.astype(self.dtype)
+        masks = self._masks(x.shape[1], context)
         for i, layer in enumerate(self.layers):
-            x = x + self._attend(i, layer.self_attn, layer.input_layernorm(x), context)
+            x = x + self._attend(i, layer.self_attn, layer.input_layernorm(x), context, masks[i])
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x)
 
@@ -167,13 +168,21 @@ class DFlashDraft(nn.Module):
         tied = self.config.tie_word_embeddings and "embed_tokens" in self
         return self.embed_tokens.as_linear if tied else target_head
 
-    def _attend(self, i: int, attention: Attention, x: mx.array, context: DraftContext) -> mx.array:
+    def _masks(self, length: int, context: DraftContext) -> list[mx.array | str | None]:
+        """The layers' masks; layers of one kind share theirs."""
+        layers = range(self.config.num_hidden_layers)
+        kinds = [(context.length(i), self.config.window(i), self.config.causal(i)) for i in layers]
+        made = {kind: block_mask(length, *kind) for kind in set(kinds)}
+        return [made[kind] for kind in kinds]
+
+    def _attend(
+        self, i: int, attention: Attention, x: mx.array, context: DraftContext, mask: mx.array | str | None
+    ) -> mx.array:
         config, length = self.config, x.shape[1]
         queries = attention.q_proj(x).reshape(1, length, config.num_attention_heads, config.head_dim)
         queries = self.rope(attention.q_norm(queries).transpose(0, 2, 1, 3), offset=context.position)
         block = self._block_kv(i, x, context.position)
         keys, values = context.with_block(i, *block)
-        mask = block_mask(length, context.length(i), config.window(i), config.causal(i))
         out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=config.head_dim**-0.5, mask=mask)
         return attention.o_proj(out.transpose(0, 2, 1, 3).reshape(1, length, -1))
 
