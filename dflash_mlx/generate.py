@@ -16,18 +16,22 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .draft import DFlashDraft
-from .errors import DFlashError, UnsupportedOptionError
+from .errors import DFlashError, UnsupportedOptionError, UnsupportedTargetError
 from .load import check_pair
 from .prompt_cache import PromptCache
 from .speculative.accept import make_rule
 from .speculative.ending import Ending
 from .speculative.loop import Step, speculate
-from .speculative.proposers import DraftProposer, Proposer
+from .speculative.ngram import HintSource, NgramSource, Source
+from .speculative.proposers import CopyProposer, DraftProposer, Proposer, Shape
 from .speculative.sampling import LogitsProcessor, SamplerFunction
 from .speculative.statistics import Round, Statistics
 from .targets.anatomy import dissect
 from .targets.target import KVQuantization, Target
 from .text import StopFilter, TextStream
+
+COPY_BLOCK_SIZE = 16  # nodes of a proposal without a draft
+MAX_TREE_BUDGET = 256
 
 
 @dataclass
@@ -89,11 +93,17 @@ def stream_generate(
     stop: str | Sequence[str] = (),
     **kwargs: Any,
 ) -> Iterator[PlainResponse]:
-    """mlx_lm.stream_generate, one response per token, decoded speculatively when `draft_model` is a DFlash draft.
+    """mlx_lm.stream_generate, one response per token, decoded speculatively with a draft, n-grams or a hint.
 
-    Beside mlx-lm's own arguments: stop, strings that end the output (they and what follows are not part of it);
-    with a draft, block_size, the nodes of a proposal with the anchor (the draft's own by default; mlx-lm's
-    num_draft_tokens + 1 means the same).
+    Beside mlx-lm's own arguments:
+    stop: strings that end the output (they and what follows are not part of it).
+    draft_model: a DFlash draft. block_size: nodes of its block with the anchor, its own by default; mlx-lm's
+        num_draft_tokens + 1 means the same.
+    tree_budget: nodes of a tree besides the anchor; 0 proposes a chain. tree_top_k: tokens of every position of the
+        draft that the tree may hold, 16 by default.
+    ngram: propose what followed the context's longest repeated suffix; with or without a draft.
+    hint_tokens: the continuation that you expect (a template, the text being edited), proposed while the output
+        follows it; counted apart in the statistics.
 
     A `prompt_cache` handed in holds, whenever the iterator ends or is closed, the prompt and exactly the tokens
     yielded. Raises DFlashError for bad input before anything is computed.
@@ -103,11 +113,13 @@ def stream_generate(
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if "" in stops:
         raise DFlashError("An empty stop string would end every output at once; leave it out.")
-    if draft_model is None:
-        if kwargs.pop("block_size", None) is not None:
-            raise UnsupportedOptionError("block_size needs a draft; give draft_model or leave block_size out.")
+    if draft_model is None and not kwargs.get("ngram") and kwargs.get("hint_tokens") is None:
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("ngram", "hint_tokens")}
+        for name in ("block_size", "tree_budget", "tree_top_k"):
+            if kwargs.pop(name, None):
+                raise UnsupportedOptionError(f"{name} needs a draft or n-grams; give draft_model or leave {name} out.")
         return _plain(model, tokenizer, prompt, max_tokens, stream, stops, kwargs)
-    if not isinstance(draft_model, DFlashDraft):
+    if draft_model is not None and not isinstance(draft_model, DFlashDraft):
         raise DFlashError(
             f"draft_model is a {type(draft_model).__module__}.{type(draft_model).__name__}, not a DFlash draft; "
             "load one with dflash_mlx.load_draft."
@@ -159,12 +171,16 @@ def _speculative(
     tokenizer: Any,
     prompt: Any,
     max_tokens: int,
-    draft: DFlashDraft,
+    draft: DFlashDraft | None,
     stream: mx.Stream,
     stops: tuple[str, ...],
     *,
     block_size: int | None = None,
     num_draft_tokens: int | None = None,
+    tree_budget: int = 0,
+    tree_top_k: int | None = None,
+    ngram: bool = False,
+    hint_tokens: Sequence[int] | None = None,
     sampler: SamplerFunction | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
     max_kv_size: int | None = None,
@@ -181,7 +197,8 @@ def _speculative(
         raise UnsupportedOptionError("input_embeddings cannot be combined with a draft; leave out draft_model.")
     if prefill_step_size < 1:
         raise DFlashError(f"prefill_step_size is {prefill_step_size}; use 1 or more.")
-    check_pair(model, draft)
+    if draft is not None:
+        check_pair(model, draft)
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     request = Request(
@@ -193,7 +210,10 @@ def _speculative(
         prefill_step_size=prefill_step_size,
         progress=prompt_progress_callback or (lambda done, total: None),
     )
-    size = checked_block_size(draft, block_size, num_draft_tokens)
+    if block_size is None and num_draft_tokens is not None:
+        block_size = num_draft_tokens + 1
+    shape = checked_shape(draft, block_size, tree_budget, tree_top_k)
+    sources = make_sources(model, request.tokens.size, ngram, hint_tokens)
     quantization = None if kv_bits is None else KVQuantization(kv_bits, kv_group_size, quantized_kv_start)
     keep_cache = prompt_cache is not None
     caches = prompt_cache if prompt_cache is not None else make_prompt_cache(model, max_kv_size)
@@ -204,16 +224,24 @@ def _speculative(
     target = Target(
         model,
         caches,
-        capture_layer_ids=draft.capture_layer_ids,
+        capture_layer_ids=() if draft is None else draft.capture_layer_ids,
         eos_token_ids=request.eos_token_ids,
         kv_quantization=quantization,
     )
-    context = caches.draft_context(draft, target.position) if isinstance(caches, PromptCache) else None
-    proposer = DraftProposer(draft, target, block_size=size, sampler=sampler, context=context)
-    statistics = Statistics(unseen_tokens=target.position if context is None else 0)
+    if tree_budget and target.tree_refusal is not None:
+        raise UnsupportedTargetError(f"{target.tree_refusal.removesuffix('.')} (tree_budget 0).")
     text = TextStream(tokenizer.detokenizer, stops)
-    responses = respond(target, proposer, request, text, bool(stops), stream, keep_cache, statistics)
-    return _remembering(caches, draft, proposer, responses) if isinstance(caches, PromptCache) else responses
+
+    def responses(proposer: Proposer, statistics: Statistics) -> Iterator[GenerationResponse]:
+        return respond(target, proposer, request, text, bool(stops), stream, keep_cache, statistics)
+
+    if draft is None:
+        return responses(CopyProposer(target, sources, shape=shape), Statistics())
+    context = caches.draft_context(draft, target.position) if isinstance(caches, PromptCache) else None
+    statistics = Statistics(unseen_tokens=target.position if context is None else 0)
+    proposer = DraftProposer(draft, target, shape=shape, sampler=sampler, context=context, sources=sources)
+    drafted = responses(proposer, statistics)
+    return _remembering(caches, draft, proposer, drafted) if isinstance(caches, PromptCache) else drafted
 
 
 def _remembering(
@@ -248,7 +276,7 @@ def respond(
                 now = time.perf_counter()
                 if not statistics.rounds:
                     prompt_tps, started = request.tokens.size / (now - started), now
-                statistics.rounds.append(Round(step.width, step.num_accepted, len(step.tokens), now - round_started))
+                statistics.rounds.append(Round.of(step, now - round_started))
                 for i, token in enumerate(step.tokens):
                     step.taken = i + 1
                     num_tokens += 1
@@ -340,15 +368,38 @@ def context_size(model: nn.Module) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
-def checked_block_size(draft: DFlashDraft, block_size: int | None, num_draft_tokens: int | None) -> int:
-    """The nodes of a proposal; DFlashError outside 1..the draft's own block size."""
-    if block_size is None and num_draft_tokens is not None:
-        block_size = num_draft_tokens + 1
-    if block_size is None:
-        return draft.block_size
-    if not 1 <= block_size <= draft.block_size:
+def checked_shape(draft: DFlashDraft | None, block_size: int | None, tree_budget: int, tree_top_k: int | None) -> Shape:
+    """DFlashError names a value outside its range or options that mean nothing together."""
+    largest = COPY_BLOCK_SIZE if draft is None else draft.block_size
+    size = largest if block_size is None else block_size
+    if draft is None and size < 1:
+        raise DFlashError(f"block_size {size} is below 1; leave it out for {largest}.")
+    if draft is not None and not 1 <= size <= largest:
         raise DFlashError(
-            f"block_size {block_size} is outside 1..{draft.block_size}, the block this draft was trained for; "
+            f"block_size {size} is outside 1..{largest}, the block this draft was trained for; "
             "choose a smaller one or leave it out."
         )
-    return block_size
+    if not 0 <= tree_budget <= MAX_TREE_BUDGET:
+        raise DFlashError(f"tree_budget {tree_budget} is outside 0..{MAX_TREE_BUDGET}; 0 proposes a chain.")
+    if tree_budget and size == 1:
+        raise DFlashError("A block_size of 1 leaves no position for a tree; use 2 or more, or tree_budget 0.")
+    if tree_top_k is not None and not tree_budget:
+        raise DFlashError("tree_top_k needs a tree; give tree_budget or leave tree_top_k out.")
+    if tree_top_k is not None and tree_top_k < 1:
+        raise DFlashError(f"tree_top_k {tree_top_k} is below 1; 16 is usual.")
+    return Shape(size, tree_budget, tree_top_k or Shape.tree_top_k)
+
+
+def make_sources(
+    model: nn.Module, prompt_size: int, ngram: bool, hint_tokens: Sequence[int] | mx.array | None
+) -> list[Source]:
+    """The sources of copied continuations, the surer first; DFlashError for a hint that is no list of tokens."""
+    sources: list[Source] = []
+    if hint_tokens is not None:
+        hint = mx.array(hint_tokens).reshape(-1).tolist() if len(hint_tokens) else []
+        rows = dissect(model).vocab_size
+        wrong = next((token for token in hint if not (isinstance(token, int) and 0 <= token < rows)), None)
+        if wrong is not None:
+            raise DFlashError(f"hint_tokens holds {wrong}, not a token in 0..{rows - 1}; encode the hint first.")
+        sources.append(HintSource(hint, prompt_size))
+    return [*sources, NgramSource()] if ngram else sources

@@ -98,7 +98,9 @@ def test_chain_seed_and_branches_are_there_first():
     paths = paths_of(build_tree(logprobs, ids, 20, branches=[branch]))
     assert {branch[:n] for n in range(1, 13)} <= set(paths) and len(set(paths)) == len(paths) == 20
     assert len(build_tree(logprobs, ids, 3, branches=[branch]).tokens) == 3
-    assert paths_of(build_tree([], [], 9, branches=[(7, 8), (7, 9), ()])) == [(7,), (7, 8), (7, 9)]
+    tree = build_tree([], [], 9, branches=[(7, 8), (7, 9), ()])
+    assert paths_of(tree) == [(7,), (7, 8), (7, 9)]
+    assert tree.nodes_along((7, 9)) == [1, 3] and tree.nodes_along((7, 8, 5)) == [1, 2] and not tree.nodes_along((8,))
 
 
 def test_best_path_stands_at_the_front():

@@ -18,7 +18,7 @@ from mlx_lm.sample_utils import greedy_sampler
 from ..draft import DFlashDraft
 from ..generate import stream_generate
 from ..speculative.accept import History, WalkRule
-from ..speculative.proposers import DraftProposer
+from ..speculative.proposers import DraftProposer, Shape
 from ..speculative.statistics import Statistics
 from ..targets.target import Target
 
@@ -96,7 +96,7 @@ class RoundBench:
         self._model, self._block_size, self._anchor = model, block_size, prompt[-1]
         self._cache = make_prompt_cache(model)
         self._target = Target(model, self._cache, capture_layer_ids=draft.capture_layer_ids)
-        self._proposer = DraftProposer(draft, self._target, block_size=block_size)
+        self._proposer = DraftProposer(draft, self._target, shape=Shape(block_size))
         tokens = mx.array(list(prompt))
         self._rule = WalkRule(greedy_sampler, History((), tokens))
         with mx.stream(generation_stream):

@@ -22,18 +22,28 @@ class Step:
     """One round, already committed.
 
     tokens: the accepted draft tokens, then the bonus token, unless the output ended before it. logprobs: the
-    target's, lazy [len(tokens), V]. num_accepted: draft tokens among them. width: rows verified. rows: rows that
-    went into the caches, the anchor's first. finish_reason: "stop" or "length" on the last round. taken: how many
-    of the tokens the consumer used; one who stops early lowers it before closing the loop.
+    target's, lazy [len(tokens), V]. num_accepted: draft tokens among them. proposal: what was verified. path: its
+    nodes that went into the caches, the anchor first. finish_reason: "stop" or "length" on the last round. taken: how
+    many of the tokens the consumer used; one who stops early lowers it before closing the loop.
     """
 
     tokens: tuple[int, ...]
     logprobs: mx.array
     num_accepted: int
-    width: int
-    rows: int
+    proposal: Proposal
+    path: tuple[int, ...]
     finish_reason: str | None
     taken: int
+
+    @property
+    def width(self) -> int:
+        """Nodes verified."""
+        return self.proposal.block.size
+
+    @property
+    def rows(self) -> int:
+        """Rows that went into the caches."""
+        return len(self.path)
 
 
 def speculate(
@@ -62,17 +72,17 @@ def speculate(
                 kept, finish_reason = ending.cut(acceptance.tokens)
                 path = acceptance.path[: kept + 1]
                 target.commit(path)
-                width = proposal.block.size
                 if not acceptance.draft_finite:
                     proposer.mend()
                 proposer.extend(along(proposal.tokens[0], path), _committed(verification.hidden, path))
+                num_accepted = min(kept, acceptance.num_accepted)
+                done = Step(
+                    acceptance.tokens[:kept], acceptance.logprobs, num_accepted, proposal, path, finish_reason, kept
+                )
                 if finish_reason is None:
                     proposal = proposer.propose(acceptance.bonus_token, target.widest(ending.remaining))
                     mx.async_eval(proposal.tokens, proposer.arrays())
-            num_accepted = min(kept, acceptance.num_accepted)
-            step = Step(
-                acceptance.tokens[:kept], acceptance.logprobs, num_accepted, width, len(path), finish_reason, kept
-            )
+            step = done
             yield step
             if finish_reason is not None:
                 return

@@ -18,12 +18,14 @@ class Proposal:
     draft_probs: float32 [N − 1, V], the distribution that node i + 1 of a chain was sampled from; None when the
         draft tokens are not samples (argmax, n-gram, scripted).
     finite: bool, 0-d; false when the draft's activations overflowed, so that its tokens mean nothing.
+    hinted: nodes that the caller's hint holds too.
     """
 
     tokens: mx.array
     block: Block
     draft_probs: mx.array | None = None
     finite: mx.array | None = None
+    hinted: frozenset[int] = frozenset()
 
     @staticmethod
     def single(token: int) -> Proposal:

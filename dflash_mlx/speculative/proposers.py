@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
@@ -10,8 +12,11 @@ import mlx.core as mx
 from ..draft import DFlashDraft, DraftContext
 from ..targets.target import Target
 from ..targets.verification import log_softmax
+from .candidates import top_candidates
+from .ngram import Branch, Copies, Source
 from .proposal import Proposal
 from .sampling import Sampler, SamplerFunction
+from .tree import Tree, build_tree
 
 
 class Proposer(Protocol):
@@ -31,12 +36,28 @@ class Proposer(Protocol):
         """The last proposal's numbers were not finite: do better or stop proposing, and say so."""
 
 
-class DraftProposer:
-    """A block of the draft as a chain.
+@dataclass(frozen=True)
+class Shape:
+    """What a proposal may look like.
 
-    block_size: nodes of the block, the anchor included; the draft's own by default. sampler: where it knows its
-    distribution the draft tokens are sampled from the draft's, else they are its argmax. context: of an earlier
-    generation that this one continues.
+    block_size: nodes of a chain and of the draft's block, the anchor included. tree_budget: nodes of a tree besides
+    the anchor; 0 for a chain. tree_top_k: tokens of every position that a tree may hold.
+    """
+
+    block_size: int
+    tree_budget: int = 0
+    tree_top_k: int = 16
+
+
+class DraftProposer:
+    """A block of the draft, as a chain or as the tree of its most probable prefixes.
+
+    sampler: where it knows its distribution the tokens of a chain are sampled from the draft's, else they are its
+    argmax. context: of an earlier generation that this one continues. sources: of copied continuations; in a tree they
+    are branches of their own, of a chain one takes the place and spares the draft's forward.
+
+    The topology of a tree depends on the draft's numbers, so a tree costs a second read-back a round: its top K, one
+    array of [depth, 2 K]. Chains need none.
     """
 
     def __init__(
@@ -44,31 +65,45 @@ class DraftProposer:
         draft: DFlashDraft,
         target: Target,
         *,
-        block_size: int | None = None,
+        shape: Shape | None = None,
         sampler: SamplerFunction | None = None,
         context: DraftContext | None = None,
+        sources: Sequence[Source] = (),
     ):
         self._draft, self._target = draft, target
-        self._block_size = block_size or draft.block_size
+        self._shape = shape or Shape(draft.block_size)
         self._sampler = sampler if isinstance(sampler, Sampler) else None
+        self._copies = Copies(sources, target.position)
+        self._drafting = True
         self.context = draft.make_context(target.position) if context is None else context
 
     def extend(self, tokens: mx.array, hidden: mx.array | None) -> None:
         assert hidden is not None, "the target captures what the draft reads"
         self._draft.extend(self.context, hidden)
+        self._copies.extend(tokens)
 
     def propose(self, anchor: int, width: int) -> Proposal:
-        size = min(self._block_size, width)
-        if size == 1:
-            return Proposal.single(anchor)
+        size = min(self._shape.block_size, width)
+        budget = min(self._shape.tree_budget, width - 1)
+        # A copy has half of a tree that it shares with the draft.
+        branches = self._copies.branches(anchor, (budget + 1) // 2 if budget else size - 1)
+        if size == 1 or not self._drafting or (branches and not budget):
+            return copied(anchor, branches, budget)
+        logits, finite = self._logits(anchor, size)
+        if budget:
+            return tree_proposal(anchor, self._tree(logits, budget, branches), branches, finite)
+        drafted, draft_probs = self._choose(logits)
+        tokens = mx.concatenate([mx.array([anchor]), drafted.astype(mx.int32)])[None]
+        return Proposal.chain(tokens, draft_probs, finite)
+
+    def _logits(self, anchor: int, size: int) -> tuple[mx.array, mx.array]:
+        """The draft's logits [size − 1, V] behind the anchor, and whether all of them mean something."""
         block = mx.array([[anchor] + [self._draft.mask_token_id] * (size - 1)])
         hidden = self._draft(self._draft.embed(block, self._target.embed), self.context)
         # A draft in float16 can overflow; any finite distribution keeps the acceptance exact (FIELD: float16 drafts).
         finite = mx.isfinite(hidden)
         logits = self._draft.logits(mx.where(finite, hidden, 0)[:, 1:], self._target.lm_head)[0]
-        drafted, draft_probs = self._choose(logits)
-        tokens = mx.concatenate([block[0, :1], drafted.astype(block.dtype)])[None]
-        return Proposal.chain(tokens, draft_probs, mx.all(finite))
+        return logits, mx.all(finite)
 
     def _choose(self, logits: mx.array) -> tuple[mx.array, mx.array | None]:
         if self._sampler is None:
@@ -76,9 +111,23 @@ class DraftProposer:
         draft_probs = self._sampler.probs(log_softmax(logits))
         return mx.random.categorical(mx.log(draft_probs)), draft_probs
 
+    def _tree(self, logits: mx.array, budget: int, branches: Sequence[Branch]) -> Tree:
+        if self._sampler is not None:
+            logits = logits / self._sampler.temperature
+        logprobs, ids = top_candidates(logits, self._shape.tree_top_k)
+        k = ids.shape[1]
+        rows = mx.concatenate([logprobs, ids.astype(mx.float32)], axis=1).tolist()  # ids are exact below 2 ** 24
+        return build_tree(
+            [row[:k] for row in rows],
+            [[int(token) for token in row[k:]] for row in rows],
+            budget,
+            branches=[branch.tokens for branch in branches],
+        )
+
     def rewind(self, position: int) -> None:
         # Behind a failed round or an overflow the context may be shorter already.
         self.context.trim(max(0, self.context.position - position))
+        self._copies.rewind(position)
 
     def arrays(self) -> list[mx.array]:
         return self.context.arrays()
@@ -86,8 +135,44 @@ class DraftProposer:
     def mend(self) -> None:
         if self._draft.dtype == mx.float32:
             warnings.warn("The draft's activations are not finite in float32 either; decoding plainly.", stacklevel=2)
-            self._block_size = 1
+            self._drafting = False
             return
         warnings.warn(f"The draft's activations overflow in {self._draft.dtype}; it runs in float32.", stacklevel=2)
         self._draft.set_dtype(mx.float32)
         self.context = self._draft.make_context(self.context.position)
+
+
+class CopyProposer:
+    """Copied continuations alone, without any draft: the first source's as a chain or all of them as a tree."""
+
+    def __init__(self, target: Target, sources: Sequence[Source], *, shape: Shape):
+        self._copies, self._shape = Copies(sources, target.position), shape
+
+    def extend(self, tokens: mx.array, hidden: mx.array | None) -> None:
+        self._copies.extend(tokens)
+
+    def propose(self, anchor: int, width: int) -> Proposal:
+        budget = min(self._shape.tree_budget, width - 1)
+        limit = budget or min(self._shape.block_size, width) - 1
+        return copied(anchor, self._copies.branches(anchor, limit), budget)
+
+    def rewind(self, position: int) -> None:
+        self._copies.rewind(position)
+
+    def arrays(self) -> list[mx.array]:
+        return []
+
+    def mend(self) -> None:
+        """Copies are always finite."""
+
+
+def copied(anchor: int, branches: Sequence[Branch], budget: int) -> Proposal:
+    """Branches without a draft's tokens: all in a tree where it has a budget, else the first."""
+    nodes = budget or max([len(b.tokens) for b in branches[:1]], default=0)
+    tree = build_tree([], [], nodes, branches=[b.tokens for b in branches])
+    return tree_proposal(anchor, tree, branches)
+
+
+def tree_proposal(anchor: int, tree: Tree, branches: Sequence[Branch], finite: mx.array | None = None) -> Proposal:
+    hinted = frozenset(node for branch in branches if branch.hinted for node in tree.nodes_along(branch.tokens))
+    return Proposal(mx.array([[anchor, *tree.tokens]]), tree.block, finite=finite, hinted=hinted)

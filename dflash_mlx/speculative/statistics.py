@@ -4,15 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .loop import Step
+
 
 @dataclass(frozen=True)
 class Round:
-    """width: rows verified, the anchor included. num_accepted: draft tokens accepted. committed: tokens committed."""
+    """width: nodes verified, the anchor included. num_accepted: draft tokens accepted, the accepted path without the
+    anchor. committed: tokens committed. depth: of the deepest node. num_hinted: hint tokens among the accepted;
+    hint_width: hint tokens among the nodes.
+    """
 
     width: int
     num_accepted: int
     committed: int
     round_s: float
+    depth: int = 0
+    num_hinted: int = 0
+    hint_width: int = 0
+
+    @staticmethod
+    def of(step: Step, round_s: float) -> Round:
+        block, hinted = step.proposal.block, step.proposal.hinted
+        return Round(
+            width=block.size,
+            num_accepted=step.num_accepted,
+            committed=len(step.tokens),
+            round_s=round_s,
+            depth=max(block.depths),
+            num_hinted=sum(node in hinted for node in step.path[1 : 1 + step.num_accepted]),
+            hint_width=len(hinted),
+        )
 
 
 @dataclass
@@ -46,8 +67,8 @@ class Statistics:
     def acceptance_by_position(self) -> list[float]:
         """For each draft position: share accepted among the rounds that proposed it and accepted all before it."""
         shares = []
-        for position in range(1, max((r.width for r in self.drafted_rounds), default=1)):
-            tried = [r for r in self.drafted_rounds if r.width > position and r.num_accepted >= position - 1]
+        for position in range(1, 1 + max((r.depth for r in self.drafted_rounds), default=0)):
+            tried = [r for r in self.drafted_rounds if r.depth >= position and r.num_accepted >= position - 1]
             if not tried:
                 break
             shares.append(sum(r.num_accepted >= position for r in tried) / len(tried))
@@ -62,4 +83,8 @@ class Statistics:
             "acceptance_by_position": self.acceptance_by_position,
             "unseen_tokens": self.unseen_tokens,
             "max_width": max((r.width for r in self.rounds), default=0),
+            "widths": [r.width for r in self.rounds],
+            "mean_depth": sum(r.depth for r in self.drafted_rounds) / max(1, len(self.drafted_rounds)),
+            "hint_tokens_proposed": sum(r.hint_width for r in self.rounds),
+            "hint_tokens_accepted": sum(r.num_hinted for r in self.rounds),
         }

@@ -29,6 +29,14 @@ class Tree:
     def block(self) -> Block:
         return Block(self.parents)
 
+    def nodes_along(self, branch: Sequence[int]) -> list[int]:
+        """The nodes that hold the branch's tokens, as far as it is in the tree."""
+        nodes: list[int] = []
+        for node, (parent, token) in enumerate(zip(self.parents[1:], self.tokens, strict=True), 1):
+            if token in branch[len(nodes) : len(nodes) + 1] and parent == (nodes[-1] if nodes else 0):
+                nodes.append(node)
+        return nodes
+
 
 def build_tree(
     logprobs: Sequence[Sequence[float]],
