@@ -24,8 +24,9 @@ from .speculative.ending import Ending
 from .speculative.loop import Step, speculate
 from .speculative.ngram import HintSource, NgramSource, Source
 from .speculative.proposers import CopyProposer, DraftProposer, Proposer, Shape
-from .speculative.sampling import LogitsProcessor, SamplerFunction
+from .speculative.sampling import LogitsProcessor, SamplerFunction, is_greedy
 from .speculative.statistics import Round, Statistics
+from .speculative.width import make_width
 from .targets.anatomy import dissect
 from .targets.target import KVQuantization, Target
 from .text import StopFilter, TextStream
@@ -101,6 +102,8 @@ def stream_generate(
         num_draft_tokens + 1 means the same.
     tree_budget: nodes of a tree besides the anchor; 0 proposes a chain. tree_top_k: tokens of every position of the
         draft that the tree may hold, 16 by default.
+    width: how much of the block and the budget is used every round: "full"; "auto", what commits the most tokens per
+        second; or a probability, which leaves out what the draft finds less probable. The output is the same.
     ngram: propose what followed the context's longest repeated suffix; with or without a draft.
     hint_tokens: the continuation that you expect (a template, the text being edited), proposed while the output
         follows it; counted apart in the statistics.
@@ -115,8 +118,8 @@ def stream_generate(
         raise DFlashError("An empty stop string would end every output at once; leave it out.")
     if draft_model is None and not kwargs.get("ngram") and kwargs.get("hint_tokens") is None:
         kwargs = {name: value for name, value in kwargs.items() if name not in ("ngram", "hint_tokens")}
-        for name in ("block_size", "tree_budget", "tree_top_k"):
-            if kwargs.pop(name, None):
+        for name, default in (("block_size", None), ("tree_budget", 0), ("tree_top_k", None), ("width", "full")):
+            if kwargs.pop(name, default) != default:
                 raise UnsupportedOptionError(f"{name} needs a draft or n-grams; give draft_model or leave {name} out.")
         return _plain(model, tokenizer, prompt, max_tokens, stream, stops, kwargs)
     if draft_model is not None and not isinstance(draft_model, DFlashDraft):
@@ -179,6 +182,7 @@ def _speculative(
     num_draft_tokens: int | None = None,
     tree_budget: int = 0,
     tree_top_k: int | None = None,
+    width: str | float = "full",
     ngram: bool = False,
     hint_tokens: Sequence[int] | None = None,
     sampler: SamplerFunction | None = None,
@@ -236,10 +240,16 @@ def _speculative(
         return respond(target, proposer, request, text, bool(stops), stream, keep_cache, statistics)
 
     if draft is None:
+        if width != "full":
+            raise UnsupportedOptionError(f"width {width!r} needs a draft's probabilities; leave it out.")
         return responses(CopyProposer(target, sources, shape=shape), Statistics())
+    greedy = sampler is None or is_greedy(sampler)
+    adaptive = make_width(width, timed=greedy)
     context = caches.draft_context(draft, target.position) if isinstance(caches, PromptCache) else None
     statistics = Statistics(unseen_tokens=target.position if context is None else 0)
-    proposer = DraftProposer(draft, target, shape=shape, sampler=sampler, context=context, sources=sources)
+    proposer = DraftProposer(
+        draft, target, shape=shape, sampler=sampler, context=context, sources=sources, width=adaptive
+    )
     drafted = responses(proposer, statistics)
     return _remembering(caches, draft, proposer, drafted) if isinstance(caches, PromptCache) else drafted
 

@@ -17,6 +17,7 @@ from .ngram import Branch, Copies, Source
 from .proposal import Proposal
 from .sampling import Sampler, SamplerFunction
 from .tree import Tree, build_tree
+from .width import FullWidth, Width
 
 
 class Proposer(Protocol):
@@ -54,10 +55,11 @@ class DraftProposer:
 
     sampler: where it knows its distribution the tokens of a chain are sampled from the draft's, else they are its
     argmax. context: of an earlier generation that this one continues. sources: of copied continuations; in a tree they
-    are branches of their own, of a chain one takes the place and spares the draft's forward.
+    are branches of their own, of a chain one takes the place and spares the draft's forward. width: how much of the
+    block and of the budget is used.
 
-    The topology of a tree depends on the draft's numbers, so a tree costs a second read-back a round: its top K, one
-    array of [depth, 2 K]. Chains need none.
+    The topology of a tree and an adaptive width depend on the draft's numbers, so they cost a second read-back a round:
+    the top K, one array of [depth, 2 K]. Chains of full width need none.
     """
 
     def __init__(
@@ -69,9 +71,12 @@ class DraftProposer:
         sampler: SamplerFunction | None = None,
         context: DraftContext | None = None,
         sources: Sequence[Source] = (),
+        width: Width | None = None,
     ):
         self._draft, self._target = draft, target
         self._shape = shape or Shape(draft.block_size)
+        self._width = width or FullWidth()
+        self._num_nodes: int | None = None  # of the proposal whose outcome the width has yet to learn
         self._sampler = sampler if isinstance(sampler, Sampler) else None
         self._copies = Copies(sources, target.position)
         self._drafting = True
@@ -79,26 +84,36 @@ class DraftProposer:
 
     def extend(self, tokens: mx.array, hidden: mx.array | None) -> None:
         assert hidden is not None, "the target captures what the draft reads"
+        if self._num_nodes is not None:
+            self._width.observe(self._num_nodes, tokens.size - 1)
+            self._num_nodes = None
         self._draft.extend(self.context, hidden)
         self._copies.extend(tokens)
 
     def propose(self, anchor: int, width: int) -> Proposal:
-        size = min(self._shape.block_size, width)
+        largest = min(self._shape.block_size, width) - 1
         budget = min(self._shape.tree_budget, width - 1)
         # A copy has half of a tree that it shares with the draft.
-        branches = self._copies.branches(anchor, (budget + 1) // 2 if budget else size - 1)
-        if size == 1 or not self._drafting or (branches and not budget):
+        branches = self._copies.branches(anchor, (budget + 1) // 2 if budget else largest)
+        if not self._drafting or (branches and not budget):
             return copied(anchor, branches, budget)
-        logits, finite = self._logits(anchor, size)
+        proposal = self._drafted(anchor, self._width.positions(largest), budget, branches)
+        self._num_nodes = proposal.block.size
+        return proposal
+
+    def _drafted(self, anchor: int, positions: int, budget: int, branches: Sequence[Branch]) -> Proposal:
+        if not positions:
+            return copied(anchor, branches, budget)
+        logits, finite = self._logits(anchor, positions)
         if budget:
             return tree_proposal(anchor, self._tree(logits, budget, branches), branches, finite)
         drafted, draft_probs = self._choose(logits)
         tokens = mx.concatenate([mx.array([anchor]), drafted.astype(mx.int32)])[None]
         return Proposal.chain(tokens, draft_probs, finite)
 
-    def _logits(self, anchor: int, size: int) -> tuple[mx.array, mx.array]:
-        """The draft's logits [size − 1, V] behind the anchor, and whether all of them mean something."""
-        block = mx.array([[anchor] + [self._draft.mask_token_id] * (size - 1)])
+    def _logits(self, anchor: int, positions: int) -> tuple[mx.array, mx.array]:
+        """The draft's logits [positions, V] behind the anchor, and whether all of them mean something."""
+        block = mx.array([[anchor] + [self._draft.mask_token_id] * positions])
         hidden = self._draft(self._draft.embed(block, self._target.embed), self.context)
         # A draft in float16 can overflow; any finite distribution keeps the acceptance exact (FIELD: float16 drafts).
         finite = mx.isfinite(hidden)
@@ -106,10 +121,25 @@ class DraftProposer:
         return logits, mx.all(finite)
 
     def _choose(self, logits: mx.array) -> tuple[mx.array, mx.array | None]:
+        """A chain's tokens, and their distributions where they are samples, as long as the width finds worth it."""
         if self._sampler is None:
-            return mx.argmax(logits, axis=-1), None
+            if not self._width.reads_probabilities:
+                return mx.argmax(logits, axis=-1), None
+            logprobs, ids = top_candidates(logits, 1)
+            return ids[: self._length(mx.exp(logprobs[:, 0])), 0], None
         draft_probs = self._sampler.probs(log_softmax(logits))
+        if self._width.reads_probabilities:
+            # Not the sample's own probability: a length that depends on the samples would not be exact.
+            draft_probs = draft_probs[: self._length(mx.max(draft_probs, axis=-1))]
         return mx.random.categorical(mx.log(draft_probs)), draft_probs
+
+    def _length(self, probabilities: mx.array) -> int:
+        path = 1.0
+        for position, probability in enumerate(probabilities.tolist()):
+            path *= probability
+            if not self._width.worth(path, 1 + position):
+                return position
+        return probabilities.size
 
     def _tree(self, logits: mx.array, budget: int, branches: Sequence[Branch]) -> Tree:
         if self._sampler is not None:
@@ -122,6 +152,7 @@ class DraftProposer:
             [[int(token) for token in row[k:]] for row in rows],
             budget,
             branches=[branch.tokens for branch in branches],
+            worth=self._width.worth,
         )
 
     def rewind(self, position: int) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import exp, inf
 
 from ..cache import Block
 
 Path = tuple[int, ...]  # the tokens from the anchor, left out, to a node
+# Whether a node of this probability joins so many others, the anchor among them; asked by falling probability.
+Worth = Callable[[float, int], bool]
 # Of a path: its children's log-probabilities, falling, and their tokens; both empty where nothing follows.
 Children = Callable[[Path], tuple[Sequence[float], Sequence[int]]]
 
@@ -46,38 +48,45 @@ def build_tree(
     chain_seed: bool = False,
     tau: float | None = None,
     branches: Iterable[Sequence[int]] = (),
+    worth: Worth = lambda probability, num_nodes: True,
 ) -> Tree:
     """The `budget` most probable prefixes from the top K of every depth.
 
     logprobs, ids [depth, K], each row best first. chain_seed: the chain of first choices is in the tree whatever its
     probability. tau: leave out prefixes whose log-probability is more than this below the best node's. branches:
-    token sequences behind the anchor that are in the tree before anything else, as far as the budget goes.
+    token sequences behind the anchor that are in the tree before anything else, as far as the budget goes. worth: ends
+    the tree at the first node that is not.
     """
 
     def children(path: Path) -> tuple[Sequence[float], Sequence[int]]:
         return (logprobs[len(path)], ids[len(path)]) if len(path) < len(ids) else ((), ())
 
     first_choices = [[row[0] for row in ids]] if chain_seed else []
-    return build_conditioned_tree(children, budget, tau=tau, branches=[*branches, *first_choices])
+    return build_conditioned_tree(children, budget, tau=tau, branches=[*branches, *first_choices], worth=worth)
 
 
 def build_conditioned_tree(
-    children: Children, budget: int, *, tau: float | None = None, branches: Iterable[Sequence[int]] = ()
+    children: Children,
+    budget: int,
+    *,
+    tau: float | None = None,
+    branches: Iterable[Sequence[int]] = (),
+    worth: Worth = lambda probability, num_nodes: True,
 ) -> Tree:
     """`build_tree` where a token's probability depends on the path before it; `children` is asked once a path."""
     nodes: dict[Path, None] = {}  # in the order of their choice
     for branch in branches:
         for depth in range(1, 1 + min(len(branch), budget - len(nodes))):
             nodes.setdefault(tuple(branch[:depth]))
-    for path in _best_first(children, tau):
-        if len(nodes) >= budget:
+    for path, logprob in _best_first(children, tau):
+        if len(nodes) >= budget or (path not in nodes and not worth(exp(logprob), 1 + len(nodes))):
             break
         nodes.setdefault(path)
     return _flatten(nodes)
 
 
-def _best_first(children: Children, tau: float | None) -> Iterator[Path]:
-    """Paths by falling probability.
+def _best_first(children: Children, tau: float | None) -> Iterator[tuple[Path, float]]:
+    """Paths and their log-probabilities, falling.
 
     A node of the heap stands for itself and its later siblings: it sorts before its next sibling and its first child,
     so nothing better is ever missing from the heap.
@@ -95,7 +104,7 @@ def _best_first(children: Children, tau: float | None) -> Iterator[Path]:
     while heap and heap[0][0] <= limit:
         cost, ranks, parent, score, logprobs, ids = heapq.heappop(heap)
         path = (*parent, ids[ranks[-1]])
-        yield path
+        yield path, -cost
         offer((*ranks[:-1], ranks[-1] + 1), parent, score, logprobs, ids)
         offer((*ranks, 0), path, -cost, *children(path))
 
