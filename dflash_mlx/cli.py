@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.models.cache import QuantizedKVCache
 
-from . import check, demo, doctor, machine
+from . import check, conformance, demo, doctor, machine
 from .bench.prompts import PROMPTS, Prompt
 from .bench.report import run_bench, table
 from .default_pair import default_draft_path, default_target_path
@@ -72,6 +72,11 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--top-k", type=int, default=0)
     command.add_argument("--min-p", type=float, default=0.0)
     command.add_argument("--seed", type=int, default=0)
+    command.add_argument(
+        "--conformance",
+        action="store_true",
+        help="Check the target alone: are its caches rolled back exactly, for chains and for trees?",
+    )
     _add_prompts(command)
     command.set_defaults(run=run_check)
 
@@ -298,6 +303,8 @@ def _encode_all(tokenizer: Any, prompts: list[Prompt]) -> list[list[int]]:
 
 
 def run_check(args: argparse.Namespace) -> int:
+    if args.conformance:
+        return run_conformance(args)
     prompts = _prompts(args)
     if not 0 < args.top_p <= 1:
         raise DFlashError(f"--top-p {args.top_p} is outside (0, 1]; use 1 to switch it off.")
@@ -312,6 +319,25 @@ def run_check(args: argparse.Namespace) -> int:
         result = check.check_greedy(model, tokenizer, draft, encoded, **options)
     print(json.dumps(result | {"versions": machine.versions()}) if args.json else check.render(result))
     return 0 if result["lossless"] else 1
+
+
+def run_conformance(args: argparse.Namespace) -> int:
+    for flag, given in (
+        ("--draft", args.draft),
+        ("--block-size", args.block_size),
+        ("--prompts", args.prompts),
+        ("--num-prompts", args.num_prompts),
+        ("--max-tokens", args.max_tokens),
+        ("--temp", args.temp or None),
+    ):
+        if given is not None:
+            raise UnsupportedOptionError(f"--conformance checks the target alone, on random tokens; leave out {flag}.")
+    path = str(default_target_path(cache_dir())) if args.model in (None, DEFAULT) else args.model
+    model, _ = load(path)
+    report = conformance.check_model(model, seed=args.seed, progress=not args.json)
+    result = conformance.as_dict(report) | {"conforms": report.conforms, "versions": machine.versions()}
+    print(json.dumps(result) if args.json else conformance.render(report))
+    return 0 if report.conforms else 1
 
 
 def run_bench_command(args: argparse.Namespace) -> int:

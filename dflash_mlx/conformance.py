@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+from tqdm import tqdm
 
 from .cache import Block
 from .errors import UnsupportedTargetError
@@ -25,6 +26,7 @@ from .generate import Request, decode
 from .speculative.ending import Ending
 from .speculative.proposal import Proposal
 from .targets.instrument import swapped
+from .targets.taps import TapPoint, tap_point
 from .targets.target import Target
 
 # Largest difference of logits that rounding explains, relative to the largest logit: a block sums in another order
@@ -33,6 +35,8 @@ TOLERANCE = {mx.float32: 1e-4, mx.float16: 2e-2, mx.bfloat16: 1e-1}
 PREFILL_STEP = 7  # the prompt is longer, so it goes in by chunks
 PROMPT_TOKENS = 19
 GENERATED_TOKENS = 72
+BEFORE_WINDOW = 24  # where a window is longer than the prompt, generation crosses its end so many tokens in
+LONGEST_PROMPT = 8192
 # Widths of successive rounds, and at which of the text's positions the proposer errs (0 never, 1 always).
 SCRIPTS: tuple[tuple[tuple[int, ...], int], ...] = (
     ((1,), 0),
@@ -66,6 +70,11 @@ class Conformance:
     tree_refusal: str | None = None
 
     @property
+    def conforms(self) -> bool:
+        """Chains are exact, and trees are too or are refused."""
+        return self.chain == "pass" and self.tree != "FAIL"
+
+    @property
     def chain(self) -> str:
         return "refused" if self.refusal else _verdict(c for c in self.checks if c.name != "tree")
 
@@ -79,7 +88,9 @@ def _verdict(checks: Iterator[Check]) -> str:
     return "not run" if not results else "pass" if all(results) else "FAIL"
 
 
-def check_model(model: nn.Module, *, quantize: Callable[[nn.Module], bool] | None = None, seed: int = 0) -> Conformance:
+def check_model(
+    model: nn.Module, *, quantize: Callable[[nn.Module], bool] | None = None, seed: int = 0, progress: bool = False
+) -> Conformance:
     """Run every check on an mlx-lm model. quantize: quantizes the weights in place for the last checks, or says no."""
     report = Conformance(caches=cache_kinds(make_prompt_cache(model)))
     try:
@@ -92,13 +103,13 @@ def check_model(model: nn.Module, *, quantize: Callable[[nn.Module], bool] | Non
     checks: list[tuple[str, Callable[[], Check]]] = [
         ("greedy", lambda: check_greedy(model, prompt)),
         ("rollback", lambda: check_rounds("rollback", model, prompt, _chains(seed))),
-        ("taps", lambda: check_taps(model, prompt)),
+        ("taps", lambda: check_taps(model, prompt[:PROMPT_TOKENS])),
     ]
     if report.tree_refusal is None:
         checks.append(("tree", lambda: check_rounds("tree", model, prompt, _trees(seed))))
-    report.checks = [_guarded(name, check) for name, check in checks]
     if quantize is not None:
-        report.checks.append(_guarded("quantized", lambda: _check_quantized(model, quantize, prompt, seed)))
+        checks.append(("quantized", lambda: _check_quantized(model, quantize, prompt, seed)))
+    report.checks = [_guarded(name, check) for name, check in tqdm(checks, desc="checks", disable=not progress)]
     return report
 
 
@@ -130,9 +141,23 @@ def cache_kinds(caches: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _prompt(model: nn.Module, seed: int) -> list[int]:
+    """Random tokens, so many that generation goes past every window."""
     vocab_size = model(mx.array([[1, 2]])).shape[-1]
+    size = max(PROMPT_TOKENS, _largest_window(make_prompt_cache(model)) - BEFORE_WINDOW)
     rng = random.Random(seed)
-    return [rng.randrange(1, min(vocab_size, 1 << 15)) for _ in range(PROMPT_TOKENS)]
+    return [rng.randrange(1, min(vocab_size, 1 << 15)) for _ in range(min(size, LONGEST_PROMPT))]
+
+
+def _largest_window(caches: Sequence[Any]) -> int:
+    """Of sliding windows and chunks; 0 where there are none."""
+    inner = [_largest_window(cache.caches) for cache in caches if isinstance(cache, CacheList)]
+    own = [getattr(cache, name) for cache in caches for name in ("max_size", "chunk_size") if hasattr(cache, name)]
+    return max([0, *inner, *own])
+
+
+def _prefill_step(prompt: Sequence[int]) -> int:
+    """Several chunks of an odd size."""
+    return max(PREFILL_STEP, len(prompt) // 4)
 
 
 class Plain:
@@ -143,7 +168,7 @@ class Plain:
         self.logits = mx.zeros((1,))
 
     @staticmethod
-    def prefilled(model: nn.Module, tokens: Sequence[int], step: int = PREFILL_STEP) -> Plain:
+    def prefilled(model: nn.Module, tokens: Sequence[int], step: int) -> Plain:
         """The caches after all of `tokens` but the last, filled in the chunks that the target uses."""
         plain = Plain(model, make_prompt_cache(model))
         for start in range(0, len(tokens) - 1, step):
@@ -209,7 +234,7 @@ class Scripted:
 
 def check_greedy(model: nn.Module, prompt: list[int]) -> Check:
     """Tokens of the loop equal plain decoding's, for every script; where they part, the target's margin decides."""
-    plain = Plain.prefilled(model, prompt)
+    plain = Plain.prefilled(model, prompt, _prefill_step(prompt))
     expected, rows, token = [], [], prompt[-1]
     for _ in range(GENERATED_TOKENS):
         plain.advance(token)
@@ -233,7 +258,8 @@ def check_greedy(model: nn.Module, prompt: list[int]) -> Check:
 
 def _decoded(model: nn.Module, prompt: list[int], proposer: Scripted) -> list[int]:
     cache = make_prompt_cache(model)
-    request = Request(mx.array(prompt), GENERATED_TOKENS, None, (), frozenset(), PREFILL_STEP, lambda done, total: None)
+    step = _prefill_step(prompt)
+    request = Request(mx.array(prompt), GENERATED_TOKENS, None, (), frozenset(), step, lambda done, total: None)
     stream = mx.default_stream(mx.default_device())
     ending = Ending(frozenset(), GENERATED_TOKENS, None)
     steps = decode(Target(model, cache), proposer, request, ending, stream=stream)  # type: ignore[arg-type]
@@ -290,9 +316,10 @@ def check_rounds(name: str, model: nn.Module, prompt: list[int], rounds: Sequenc
     rng = random.Random(name)
     cache = make_prompt_cache(model)
     target = Target(model, cache)
-    for _ in target.prefill(mx.array(prompt), PREFILL_STEP):
+    step = _prefill_step(prompt)
+    for _ in target.prefill(mx.array(prompt), step):
         pass
-    plain, committed, worst, limit = Plain.prefilled(model, prompt), list(prompt), 0.0, _tolerance(model)
+    plain, committed, worst, limit = Plain.prefilled(model, prompt, step), list(prompt), 0.0, _tolerance(model)
     for i, this in enumerate(rounds):
         vocab_size = max(prompt) + 1
         tokens = _sibling_tokens(rng, this.block, committed[-1], vocab_size)
@@ -379,42 +406,79 @@ def _held(cache: Any) -> list[mx.array]:
 
 def check_taps(model: nn.Module, prompt: list[int]) -> Check:
     """The target hidden of prefill and of a verify equal what the layers put out in one plain forward."""
-    layers = list(model.layers)
-    capture = tuple(sorted({0, len(layers) // 2, len(layers) - 1}))
+    last = len(list(model.layers)) - 1
+    capture = tuple(sorted({0, (last + 1) // 2, last}))
     target = Target(model, make_prompt_cache(model), capture_layer_ids=capture)
     parts = [hidden for _, hidden in target.prefill(mx.array(prompt[:12]), PREFILL_STEP)]
     block = mx.array([prompt[11:]])
     parts.append(target.verify(Proposal.chain(block)).hidden)
     target.abort()
-    with _recorded([layers[i] for i in capture]) as outputs:
+    rows: list[mx.array] = []
+    with _recorded([tap_point(model, i) for i in capture]) as outputs:
         plain = Plain(model, make_prompt_cache(model))
         step = PREFILL_STEP  # the same chunks: what a layer makes of a chunk border is its own affair
         for start, end in [(0, step), (step, 11), *((i, i + 1) for i in range(11, len(prompt)))]:
             model(mx.array([prompt[start:end]]), cache=plain.cache)
-            mx.eval(outputs, [c.state for c in plain.cache])
+            rows.append(mx.concatenate([outputs[i] for i in range(len(capture))], axis=-1))
+            mx.eval(rows, [c.state for c in plain.cache])
     ours = mx.concatenate([p for p in parts if p is not None], axis=1)
-    theirs = mx.concatenate([mx.concatenate(rows, axis=1) for rows in outputs], axis=-1)
+    theirs = mx.concatenate(rows, axis=1)
     if ours.shape != theirs.shape:
         return Check("taps", False, f"shape {ours.shape}, plain {theirs.shape}")
     error = relative(ours, theirs)
-    return Check("taps", error <= _tolerance(model), f"off by {error:.1e}", error)
+    return Check("taps", error <= _tolerance(model), "", error)
 
 
 @contextmanager
-def _recorded(layers: Sequence[nn.Module]) -> Iterator[list[list[mx.array]]]:
-    """Outputs of each layer, one array per forward: another recorder than the target's own taps."""
-    outputs: list[list[mx.array]] = [[] for _ in layers]
+def _recorded(points: Sequence[TapPoint]) -> Iterator[dict[int, mx.array]]:
+    """What each point showed last, by its place: another recorder than the target's own taps."""
+    outputs: dict[int, mx.array] = {}
 
-    def recording(base: type, mine: list[mx.array]) -> type:
-        def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            out = base.__call__(layer, *args, **kwargs)
-            mine.append(out[0] if isinstance(out, tuple) else out)
-            return out
+    def recording(point: TapPoint, place: int) -> type:
+        base = type(point.module)
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            result = base.__call__(module, *args, **kwargs)
+            outputs[place] = point.read(args[0] if args else None, result)
+            return result
 
         return type(base.__name__, (base,), {"__call__": call})
 
-    with swapped([(layer, recording(type(layer), mine)) for layer, mine in zip(layers, outputs, strict=True)]):
+    with swapped([(point.module, recording(point, i)) for i, point in enumerate(points)]):
         yield outputs
 
 
-__all__ = ["Check", "Conformance", "cache_difference", "cache_kinds", "check_model"]
+# Reports.
+
+
+def as_dict(report: Conformance) -> dict[str, Any]:
+    return {
+        "caches": list(report.caches),
+        "chain": report.chain,
+        "tree": report.tree,
+        "refusal": report.refusal,
+        "tree_refusal": report.tree_refusal,
+        "checks": [
+            {"name": c.name, "passed": c.passed, "detail": c.detail, "error": float(f"{c.error:.1e}")}
+            for c in report.checks
+        ],
+    }
+
+
+def render(report: Conformance) -> str:
+    """The verdict for a terminal."""
+    caches = f"caches: {', '.join(report.caches)}"
+    if report.refusal:
+        return f"REFUSED: {report.refusal}\n  {caches}"
+    verdict = "CONFORMS" if report.conforms else "DOES NOT CONFORM"
+    lines = [f"{verdict}: chains {report.chain}, trees {report.tree}", f"  {caches}"]
+    for check in report.checks:
+        detail = f"; {check.detail}" if check.detail else ""
+        result = "pass" if check.passed else "FAIL"
+        lines.append(f"  {check.name}: {result}, largest difference {check.error:.0e} of the largest logit{detail}")
+    if report.tree_refusal:
+        lines.append(f"  tree: refused. {report.tree_refusal}")
+    return "\n".join(lines)
+
+
+__all__ = ["Check", "Conformance", "as_dict", "cache_difference", "cache_kinds", "check_model", "render"]

@@ -14,6 +14,7 @@ from tiny import LLAMA, build
 from tokens import tiny_tokenizer
 
 from dflash_mlx import cli
+from dflash_mlx.cache.kv import KVBlock
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +156,22 @@ def test_module_and_help_run_as_programs():
     assert done.returncode == 0
     for flag in ("--draft", "--block-size", "--json", "--prompt-cache-file", "--kv-bits", "--xtc-probability"):
         assert flag in done.stdout
+
+
+def test_check_conformance_of_a_target_alone(pair, capsys, monkeypatch):
+    target, draft = pair
+    argv = ("check", "--conformance", "--model", target)
+    status, out, _ = run(capsys, *argv)
+    assert status == 0 and out.startswith("CONFORMS: chains pass, trees pass\n  caches: KVCache\n")
+    assert all(f"  {name}: pass, largest difference" in out for name in ("greedy", "rollback", "taps", "tree"))
+    status, out, err = run(capsys, *argv, "--json")
+    result = json.loads(out)
+    assert status == 0 and out.count("\n") == 1 and not err
+    assert result["conforms"] and (result["chain"], result["tree"]) == ("pass", "pass") and result["versions"]
+    status, _, err = run(capsys, *argv, "--draft", draft)
+    assert status == 2 and "leave out --draft" in err
+    # A row too many stays in the cache: seen, and said by the exit status.
+    commit = KVBlock.commit
+    monkeypatch.setattr(KVBlock, "commit", lambda self, path: commit(self, (*path, len(path))))
+    status, out, _ = run(capsys, *argv)
+    assert status == 1 and out.startswith("DOES NOT CONFORM") and "rollback: FAIL" in out

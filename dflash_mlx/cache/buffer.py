@@ -40,6 +40,7 @@ class RowBuffer:
     def make_room(self, rows: int) -> None:
         """Make sure that `rows` rows fit behind `end` without touching those that may still be seen."""
         self._room = room = -(-rows // self.step) * self.step
+        self._written = None
         if self.keys is None or self.end_row + rows <= self.keys.shape[2]:
             return
         drop = self._surplus()

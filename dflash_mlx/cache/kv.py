@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
+from ..errors import TargetStateError
 from .block import Block, Positions, is_prefix, tree_mask
 
 
@@ -77,6 +78,8 @@ class KVBlock:
         self.rewind(len(path))
 
     def rewind(self, rows: int) -> None:
+        if rows == 0 and len({x.shape[2] for x in self.arrays()}) > 1:
+            raise TargetStateError("A cache was interrupted while it grew; start from a fresh prompt cache.")
         # A cache that the forward never reached, as some models have, stays where it is.
         self._cache.offset = min(self._cache.offset, self._base + rows)
 

@@ -107,9 +107,10 @@ class RecurrentBlock:
         self._path = path
 
     def rewind(self, rows: int) -> None:
-        if rows != len(self._path):
-            self._states = self._after(self._path[:rows]) if rows else self._base
-            self._path = self._path[:rows]
+        if rows == 0:  # also where the commit stopped half way
+            self._states, self._path = self._base, ()
+        elif rows != len(self._path):
+            self._states, self._path = self._after(self._path[:rows]), self._path[:rows]
 
     def snapshot(self) -> tuple[State, ...]:
         return self._states

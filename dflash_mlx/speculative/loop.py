@@ -58,7 +58,8 @@ def speculate(
 ) -> Iterator[Step]:
     """Decode behind `anchor`, the prompt's last token, which is not in the caches yet.
 
-    When the iterator ends, fails or is closed, the caches hold what stood before, the anchor, and the tokens taken.
+    When the iterator ends, fails or is closed, the caches hold what stood before, the anchor, and the tokens taken;
+    where a failure cannot be undone, using them raises TargetStateError.
     `keep_cache=False` says that nobody will look: the forward of a pending bonus token is then saved.
     """
     step: Step | None = None  # the round handed out last; None while one is under way
@@ -88,6 +89,10 @@ def speculate(
                 return
             target.seal()
             anchor, step = acceptance.bonus_token, None
+    except (RuntimeError, MemoryError):
+        # MLX reports a failed evaluation so, and takes what it was evaluating for done: no array can be trusted.
+        target.lose()
+        raise
     finally:
         with mx.stream(stream):
             _settle(target, proposer, step, anchor, keep_cache)
@@ -98,7 +103,12 @@ def _committed(hidden: mx.array | None, path: tuple[int, ...]) -> mx.array | Non
 
 
 def _settle(target: Target, proposer: Proposer, step: Step | None, anchor: int, keep_cache: bool) -> None:
-    """Bring the caches and the proposer to the tokens taken and hand the caches back as mlx-lm's own."""
+    """Bring the caches and the proposer to the tokens taken and hand the caches back as mlx-lm's own.
+
+    What fails here leaves the caches with the target: the caller's list says so when it is used.
+    """
+    if target.is_lost:
+        return
     pending: int | None = None
     if step is None:  # the round failed half way
         target.abort()

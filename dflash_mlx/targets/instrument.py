@@ -7,7 +7,7 @@ quantization stay as they are, and neither a class nor a module is ever changed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..cache import Block, Positions
+from .anatomy import family
 
 # Forwards on one model object take turns; only the building of a graph is inside, so nobody waits for a device.
 _swapping = threading.RLock()
@@ -36,34 +37,6 @@ def swapped(swaps: Swaps) -> Iterator[None]:
         finally:
             for module, original in originals:
                 module.__class__ = original
-
-
-class Taps:
-    """Records the outputs of the captured layers during a forward of the thread that owns it."""
-
-    def __init__(self, layers: list[nn.Module], layer_ids: tuple[int, ...]):
-        self._layer_ids = layer_ids
-        self._recorded: dict[int, mx.array] = {}
-        self._thread = threading.get_ident()
-        self.swaps: Swaps = [(layers[i], self._subclass(type(layers[i]), i)) for i in sorted(set(layer_ids))]
-
-    def _subclass(self, base: type, layer_id: int) -> type:
-        def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            out = base.__call__(layer, *args, **kwargs)
-            if threading.get_ident() == self._thread:
-                # A looped model calls a layer several times: its last output counts.
-                self._recorded[layer_id] = out[0] if isinstance(out, tuple) else out
-            return out
-
-        return type(f"Tapped{base.__name__}", (base,), {"__call__": call})
-
-    def take(self) -> mx.array | None:
-        """The target hidden [B, L, n_captured × E] of the last forward, in the order of the layer ids."""
-        if not self._layer_ids:
-            return None
-        hidden = mx.concatenate([self._recorded[i] for i in self._layer_ids], axis=-1)
-        self._recorded.clear()
-        return hidden
 
 
 ROPE_NAMES = {"rope", "rotary_emb", "index_rope"}
@@ -98,3 +71,48 @@ def _tree_rope(base: type, block: Block | None) -> type:
         return rows.transpose(2, 1, 0, 3)
 
     return type(f"Tree{base.__name__}", (base,), {"__call__": call})
+
+
+def _gathered_positions(base: type, block: Block) -> type:
+    """A table of learned positions: it is asked for consecutive rows, and a node's is the row of its depth."""
+
+    def call(table: nn.Module, position_ids: mx.array) -> mx.array:
+        return base.__call__(table, position_ids)[..., block.depth_array, :]
+
+    return type(f"Tree{base.__name__}", (base,), {"__call__": call})
+
+
+def _gathered_scale(base: type, block: Block) -> type:
+    """Attention that is handed the scales [L, 1] of consecutive positions."""
+
+    def call(attention: nn.Module, x: mx.array, attn_scale: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        return base.__call__(attention, x, attn_scale[block.depth_array], *args, **kwargs)
+
+    return type(f"Tree{base.__name__}", (base,), {"__call__": call})
+
+
+def _rotating_method(base: type, block: Block) -> type:
+    """Attention that rotates in a method of its own."""
+
+    def rope(attention: nn.Module, x: mx.array, offset: Any) -> mx.array:
+        return base._rope(attention, x.transpose(2, 1, 0, 3), offset.nodes).transpose(2, 1, 0, 3)
+
+    return type(f"Tree{base.__name__}", (base,), {"_rope": rope})
+
+
+# Model file and module name → the subclass of the module's class that positions the rows of a tree.
+POSITIONED: dict[tuple[str, str], Callable[[type, Block], type]] = {
+    ("gpt2", "wpe"): _gathered_positions,
+    ("gpt_bigcode", "wpe"): _gathered_positions,
+    ("ministral3", "self_attn"): _gathered_scale,
+    ("mistral4", "self_attn"): _gathered_scale,
+    ("talkie", "attn"): _rotating_method,
+}
+
+
+def tree_swaps(model: nn.Module, block: Block) -> Swaps:
+    """Every module that positions rows, with the subclass that gives the nodes of this tree their own positions."""
+    files = {family(module) for module in model.modules()}
+    wanted = {name: make for (file, name), make in POSITIONED.items() if file in files}
+    named = ((wanted.get(name.rpartition(".")[2]), module) for name, module in model.named_modules())
+    return [*rope_swaps(model, block), *((m, make(type(m), block)) for make, m in named if make is not None)]

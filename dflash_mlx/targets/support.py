@@ -23,17 +23,10 @@ NO_CHAINS: dict[str, str] = {
 
 # Model file of mlx-lm → why the nodes of a tree cannot have their own positions and masks; chains work.
 NO_TREES: dict[str, str] = {
-    **dict.fromkeys(
-        ("gpt2", "gpt_bigcode"), "This model looks up learned positions by row number; propose one branch."
-    ),
-    **dict.fromkeys(
-        ("nanochat", "talkie"), "This model's attention rotates without a module of its own; propose one branch."
-    ),
+    "nanochat": "This model rotates in a function of its own that takes one offset; propose one branch.",
+    "muse_spark": "This model rotates in a kernel of its own that takes one offset; propose one branch.",
     "minimax_m3_vl": "This model picks key blocks by cache row, not by a node's position; propose one branch.",
-    **dict.fromkeys(
-        ("ministral3", "mistral4", "llama4"),
-        "This model scales or masks its attention by row number, not by a node's position; propose one branch.",
-    ),
+    "llama4": "This model masks its chunks itself, by row number, not by a node's position; propose one branch.",
 }
 
 

@@ -1,7 +1,8 @@
 """Between two rounds the target's caches hold every committed token except the anchor.
 
 A `Target` is one generation's view of an mlx-lm model: the model itself is shared and stays untouched, the caches
-belong to this generation.
+belong to this generation. From the first verify until `finish` the caller's list holds stand-ins in their place, so
+that caches which a failure left in an unknown state are never used in silence, by this package or by mlx-lm.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from mlx_lm.models.cache import KVCache
 from ..cache import Block, BlockCache, carry
 from ..errors import TargetStateError, UnsupportedTargetError
 from .anatomy import Anatomy, dissect
-from .instrument import Swaps, Taps, rope_swaps, swapped
+from .instrument import Swaps, swapped, tree_swaps
 from .recurrent import recurrent_swaps
 from .support import chain_refusal, tree_refusal
+from .taps import Taps
 from .verification import Verification
 
 
@@ -37,6 +39,19 @@ class KVQuantization:
 
     def quantized(self, cache: Any) -> Any:
         return cache.to_quantized(group_size=self.group_size, bits=self.bits)
+
+
+class LentCache:
+    """Stands in the caller's list for a cache that a generation has taken and has not handed back."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise TargetStateError(
+            "This prompt cache belongs to a generation that has not ended, or that failed in a way that cannot be "
+            "undone; end that generation, or start again from a fresh prompt cache."
+        )
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getattr__("cache")
 
 
 class Target:
@@ -61,13 +76,13 @@ class Target:
         self.model = model
         self.eos_token_ids = eos_token_ids
         self._prompt_cache = prompt_cache
+        self._stock = list(prompt_cache)  # mlx-lm's objects, whatever stands in the caller's list
         self._kv_quantization = kv_quantization
-        self._taps = Taps(list(model.layers), capture_layer_ids)
+        self._taps = Taps(model, capture_layer_ids)
         self._caches: list[BlockCache] = []
         self._opened: list[BlockCache] = []  # those that the current block reached
-        self._rows = 0
         self._failed = False
-        self.position = _offset(prompt_cache)
+        self.position = self._base = _offset(prompt_cache)
 
     @cached_property
     def tree_refusal(self) -> str | None:
@@ -119,20 +134,20 @@ class Target:
         while done < last:
             chunk = tokens[done : min(done + step_size, last)]
             with swapped(self._taps.swaps):
-                self.model(chunk[None], cache=self._prompt_cache)
+                self.model(chunk[None], cache=self._stock)
                 hidden = self._taps.take()
             self._quantize_where_due()
             done += chunk.size
             self.position += chunk.size
             yield done, hidden
-            mx.eval([c.state for c in self._prompt_cache])
+            mx.eval([c.state for c in self._stock])
             mx.clear_cache()
 
     def widest(self, wanted: int) -> int:
         """How many rows the next verify may have: a block must not cross the start of KV quantization."""
         if self._kv_quantization is None:
             return wanted
-        quantized_later = [c.offset for c in self._prompt_cache if isinstance(c, KVCache)]
+        quantized_later = [c.offset for c in self._stock if isinstance(c, KVCache)]
         return max(1, min([wanted] + [self._kv_quantization.start - offset for offset in quantized_later]))
 
     def verify(self, proposal: Any) -> Verification:
@@ -154,8 +169,7 @@ class Target:
         """Keep the rows of `path` (nodes from the anchor on) and drop the rest of the block; lazy."""
         for cache in self._caches:
             cache.commit(path)
-        self._rows = len(path)
-        self.position += self._rows
+        self.position = self._base + len(path)
 
     def rewind(self, rows: int) -> None:
         """Shorten what the last commit kept to its first `rows` rows; 0 undoes the whole block.
@@ -168,16 +182,24 @@ class Target:
         except Exception as error:
             self._failed = True
             raise TargetStateError("A failed round could not be undone; start from a fresh prompt cache.") from error
-        self.position -= self._rows - rows
-        self._rows = rows
+        if self._opened:
+            self.position = self._base + rows
 
     def seal(self) -> None:
         """The last commit stands: from here `abort` undoes nothing until the next verify."""
-        self._opened, self._rows = [], 0
+        self._opened = []
 
     def abort(self) -> None:
         """Undo a block whose forward or commit failed: the caches are at the last committed state again."""
         self.rewind(0)
+
+    def lose(self) -> None:
+        """The caches are in an unknown state: `verify` refuses from here on and `finish` does not hand them back."""
+        self._failed = True
+
+    @property
+    def is_lost(self) -> bool:
+        return self._failed
 
     def snapshot(self) -> Any:
         """The committed state of now, O(1) and without a copy of K/V."""
@@ -185,16 +207,22 @@ class Target:
 
     def restore(self, snapshot: Any) -> None:
         self.position, states = snapshot
-        self._rows = 0
+        self._opened = []
         for cache, state in zip(self._carried(), states, strict=True):
             cache.restore(state)
 
     def finish(self) -> None:
-        """Evaluate what is pending and give the caller's list mlx-lm's own caches back; idempotent."""
-        for i, cache in enumerate(self._caches):
+        """Evaluate what is pending and give the caller's list mlx-lm's own caches back; idempotent.
+
+        The list has them all or, when this fails or the caches are lost, none.
+        """
+        if self._failed or not self._caches:
+            return
+        for cache in self._caches:
             mx.eval(cache.arrays())
-            self._prompt_cache[i] = cache.release()
-        self._caches = self._opened = []
+        self._stock = [cache.release() for cache in self._caches]
+        self._prompt_cache[:] = self._stock
+        self._caches, self._opened = [], []
         self._quantize_where_due()
 
     def arrays(self) -> list[mx.array]:
@@ -203,16 +231,19 @@ class Target:
 
     def _carried(self) -> list[BlockCache]:
         if not self._caches:
-            self._caches = [carry(cache) for cache in self._prompt_cache]
+            self._caches = [carry(cache) for cache in self._stock]
+            self._prompt_cache[:] = [LentCache() for _ in self._caches]
         return self._caches
 
     def _open(self, block: Block) -> None:
         self._quantize_where_due()
-        self._rows = 0
-        self._opened = []
-        for cache in self._carried():
+        caches = self._carried()
+        self._failed = True  # a cache that is interrupted while it opens cannot be undone
+        self._base, self._opened = self.position, []
+        for cache in caches:
             cache.open(block)
             self._opened.append(cache)
+        self._failed = False
 
     @cached_property
     def _chain_swaps(self) -> Swaps:
@@ -220,16 +251,18 @@ class Target:
         return [*recurrent_swaps(self.model), *self._taps.swaps]
 
     def _swaps(self, block: Block) -> Swaps:
-        return self._chain_swaps if block.is_chain else [*self._chain_swaps, *rope_swaps(self.model, block)]
+        return self._chain_swaps if block.is_chain else [*self._chain_swaps, *tree_swaps(self.model, block)]
 
     def _quantize_where_due(self) -> None:
         if self._kv_quantization is None:
             return
-        for i, cache in enumerate(self._prompt_cache):
+        for i, cache in enumerate(self._stock):
             if self._kv_quantization.due(cache):
-                self._prompt_cache[i] = self._kv_quantization.quantized(cache)
+                self._stock[i] = self._kv_quantization.quantized(cache)
                 if self._caches:
-                    self._caches[i] = carry(self._prompt_cache[i])
+                    self._caches[i] = carry(self._stock[i])
+                else:
+                    self._prompt_cache[i] = self._stock[i]
 
 
 def _offset(caches: Any) -> int:
