@@ -1,0 +1,147 @@
+"""Training data are shards of conversations; a shard is there whole or not at all, and is never written twice."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import DFlashError
+
+PADDING, TEMPLATE, USER, ANSWER = -1, 0, 1, 2
+"""Roles of tokens: behind the row's end, of the chat template, of a user turn, of the target's answer."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Conversations, one a row, padded at the right.
+
+    ids: int [B, L]; role: int8 [B, L]; hidden: what the target's captured layers gave, float16 [B, L, n_captured × E],
+    when the writer kept it.
+    """
+
+    ids: np.ndarray
+    role: np.ndarray
+    hidden: mx.array | None = None
+
+    def __post_init__(self) -> None:
+        if self.ids.ndim != 2 or self.ids.shape != self.role.shape:
+            raise DFlashError(
+                f"A shard's ids are {self.ids.shape} and its roles {self.role.shape}; both must be one [rows, length]."
+            )
+
+
+class DataDirectory:
+    """A directory of shards and the settings that they were all written with.
+
+    settings: compared with those of an earlier run; other ones are refused, so that a resumed run continues the same
+    data.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any] | None = None):
+        self.path = path
+        self._settings_file = path / "data.json"
+        if settings is None:
+            if not self.shards():
+                raise DFlashError(f"{path} holds no training data; write some with `dflash-mlx train data`.")
+            return
+        path.mkdir(parents=True, exist_ok=True)
+        if self._settings_file.exists():
+            known = json.loads(self._settings_file.read_text())
+            if other := sorted(key for key in known.keys() | settings.keys() if known.get(key) != settings.get(key)):
+                key = other[0]
+                raise DFlashError(
+                    f"{path} was begun with {key} {known.get(key)!r}, not {settings.get(key)!r}; "
+                    "use the same settings to continue it or another directory."
+                )
+        else:
+            replace(self._settings_file, lambda file: file.write_text(json.dumps(settings, indent=1) + "\n"))
+
+    def shards(self) -> list[Path]:
+        return sorted(self.path.glob("shard-*.npz"))
+
+    def next_index(self) -> int:
+        """The number of the first shard that is not there yet."""
+        names = {path.name for path in self.shards()}
+        return next(i for i in range(len(names) + 1) if shard_name(i) not in names)
+
+    def write(self, index: int, shard: Shard) -> None:
+        if shard.hidden is not None:
+            hidden = shard.hidden
+            replace(
+                self.path / f"hidden-{index:05d}.safetensors",
+                lambda file: mx.save_safetensors(str(file), {"hidden": hidden}),
+            )
+        replace(self.path / shard_name(index), lambda file: save(file, shard.ids, shard.role))
+
+
+def shard_name(index: int) -> str:
+    return f"shard-{index:05d}.npz"
+
+
+def hidden_path(shard: Path) -> Path:
+    return shard.with_name(shard.name.replace("shard-", "hidden-")).with_suffix(".safetensors")
+
+
+def replace(path: Path, write: Any) -> None:
+    """Write a file beside its place and move it there at the end, so that a half-written one is never seen."""
+    scratch = path.with_name(f".writing-{path.name}")
+    write(scratch)
+    os.replace(scratch, path)
+
+
+def save(path: Path, ids: np.ndarray, role: np.ndarray) -> None:
+    small = np.uint16 if ids.max(initial=0) < 2**16 else np.uint32
+    with path.open("wb") as file:
+        np.savez_compressed(file, ids=ids.astype(small), role=role.astype(np.int8))
+
+
+def read_shard(path: Path) -> Shard:
+    """The tokens of a shard or pack; hidden states are left in their own file."""
+    try:
+        with np.load(path) as arrays:
+            return Shard(arrays["ids"].astype(np.int32), arrays["role"])
+    except (OSError, ValueError, KeyError, EOFError) as error:
+        raise DFlashError(f"{path} is no shard of training data ({error}); write it again or leave it out.") from error
+
+
+def data_files(paths: Sequence[Path]) -> list[Path]:
+    """The shards of files and directories, in order."""
+    files: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise DFlashError(f"Training data {path} does not exist; check the path.")
+        files += sorted(path.glob("*.npz")) if path.is_dir() else [path]
+    if not files:
+        raise DFlashError(f"{', '.join(map(str, paths))} holds no training data; write some with `train data`.")
+    return files
+
+
+def digest(files: Sequence[Path]) -> str:
+    """SHA-256 over the files' contents, in order."""
+    total = hashlib.sha256()
+    for file in files:
+        total.update(hashlib.sha256(file.read_bytes()).digest())
+    return total.hexdigest()
+
+
+def pack(shards: Sequence[Path], pack_file: Path) -> int:
+    """Put shards of one length into one file; the number of tokens in it."""
+    parts = [read_shard(path) for path in shards]
+    ids, role = (np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "role"))
+    replace(pack_file, lambda file: save(file, ids, role))
+    return int((role != PADDING).sum())
+
+
+def rows(shard: Shard) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Each conversation without its padding."""
+    for ids, role in zip(shard.ids, shard.role, strict=True):
+        length = int((role != PADDING).sum())
+        yield ids[:length], role[:length]
