@@ -128,6 +128,7 @@ def converse(
     cache = make_prompt_cache(model)
     taps = Taps(model, capture_layer_ids)
     kept: list[mx.array] = []
+    logits = mx.zeros((num_rows, 1))
     chosen = np.zeros(num_rows, np.int32)
     for position in range(length):
         heats = [row.temperature for row in rows]
