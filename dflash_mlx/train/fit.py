@@ -1,0 +1,325 @@
+"""The trainer: a step is a function of the checkpoint and its number, so a resumed run is the run itself."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from ..draft import DFlashDraft
+from ..draft.checkpoint import unstack
+from ..errors import DFlashError
+from ..targets.anatomy import dissect
+from ..targets.instrument import swapped
+from ..targets.taps import Taps
+from .blocks import block_hidden
+from .data import ANSWER, Shard, replace
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is; a checkpoint of other settings is not resumed.
+
+    batch_size: sequences a step. num_anchors: blocks of a sequence. decay: γ of the weights exp(−(k − 1) / γ) of
+    slots k. distillation: share of the loss that is cross-entropy with the target's distribution. vocabulary: most
+    frequent tokens that the loss is over. muon_rate is for matrices, adamw_rate for the rest.
+    """
+
+    num_steps: int = 1000
+    batch_size: int = 2
+    num_anchors: int = 56
+    decay: float = 3.0
+    distillation: float = 0.0
+    vocabulary: int = 8192
+    muon_rate: float = 5e-3
+    adamw_rate: float = 2e-3
+    warmup_steps: int = 20
+    clip_norm: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "batch_size", "num_anchors", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise DFlashError(f"{name} is {getattr(self, name)}; use 1 or more.")
+        if not 0 <= self.distillation <= 1:
+            raise DFlashError(f"distillation is {self.distillation}; use 0 to 1.")
+        if self.decay <= 0:
+            raise DFlashError(f"decay is {self.decay}; use a number above 0.")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """ids int [B, L]; anchors int [B, A]; labels and weights [B, A, block − 1] of slots 1..: labels are indices into
+    the training vocabulary, weights 0 where nothing is to be learnt."""
+
+    ids: np.ndarray
+    anchors: np.ndarray
+    labels: np.ndarray
+    weights: np.ndarray
+
+
+def vocabulary_of(shard: Shard, size: int) -> np.ndarray:
+    """The most frequent tokens of the answers, in order of their ids."""
+    tokens, counts = np.unique(shard.ids[shard.role == ANSWER], return_counts=True)
+    if not tokens.size:
+        raise DFlashError("The training data hold no answers; write some with `dflash-mlx train data`.")
+    return np.sort(tokens[np.argsort(-counts, kind="stable")[:size]])
+
+
+def make_batch(
+    shard: Shard, rows: Sequence[int], vocabulary: np.ndarray, block_size: int, num_anchors: int, decay: float, rng: Any
+) -> Batch:
+    """Anchors drawn at random from the positions whose next token is the target's answer."""
+    ids, role = shard.ids[rows], shard.role[rows]
+    follows = np.zeros(role.shape, bool)
+    follows[:, 1:-1] = role[:, 2:] == ANSWER
+    draws = np.where(follows, rng.random(role.shape), -1.0)
+    anchors = np.sort(np.argsort(-draws, axis=1)[:, :num_anchors], axis=1)
+    anchors = np.maximum(anchors, 1)
+    drawn = np.take_along_axis(follows, anchors, axis=1)[..., None]
+    at = anchors[..., None] + np.arange(1, block_size)
+    inside = np.minimum(at, ids.shape[1] - 1)
+    every = np.arange(len(rows))[:, None, None]
+    tokens, answered = ids[every, inside], (role[every, inside] == ANSWER) & (at < ids.shape[1])
+    labels = np.minimum(np.searchsorted(vocabulary, tokens), len(vocabulary) - 1)
+    # A block that crosses the answer's end learns only what is before it.
+    whole = np.logical_and.accumulate(answered, axis=-1) & drawn
+    known = (vocabulary[labels] == tokens) & whole
+    weights = known * np.exp(-np.arange(block_size - 1) / decay)
+    return Batch(ids, anchors, labels.astype(np.int32), weights.astype(np.float32))
+
+
+class TargetSide:
+    """What the trainer takes from the target: hidden states, its distribution, embeddings and head; never trained."""
+
+    def __init__(self, model: nn.Module, draft: DFlashDraft, vocabulary: np.ndarray):
+        self._model = model
+        self._draft = draft
+        self._anatomy = dissect(model)
+        self._taps = Taps(model, draft.capture_layer_ids)
+        self.vocabulary = mx.array(vocabulary)
+        # A linear head of whatever packing, as a matrix: its image of the identity.
+        self.head = self._anatomy.lm_head(mx.eye(draft.config.hidden_size))[:, self.vocabulary].astype(mx.float32)
+        mx.eval(self.head)
+
+    def hidden(self, ids: mx.array) -> tuple[mx.array, mx.array]:
+        """Of ids [B, L]: target hidden [B, L, n_captured × E] and logits [B, L, vocabulary], both lazy."""
+        with swapped(self._taps.swaps):
+            logits = self._model(ids)
+            hidden = self._taps.take()
+        assert hidden is not None
+        return hidden.astype(mx.float32), logits[..., self.vocabulary].astype(mx.float32)
+
+    def inputs(self, ids: mx.array, anchors: mx.array) -> mx.array:
+        """Embedded blocks [B, A × block, E]."""
+        batch, num_anchors = anchors.shape
+        blocks = mx.full((batch, num_anchors, self._draft.block_size), self._draft.mask_token_id)
+        blocks[:, :, 0] = mx.take_along_axis(ids, anchors, axis=1)
+        embedded = self._draft.embed(blocks.reshape(batch, -1), self._anatomy.embed_tokens)
+        return (embedded * self._anatomy.embedding_scale).astype(mx.float32)
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """Normed hidden of the draft [.., E] to logits [.., vocabulary]."""
+        return self._anatomy.logits_transform((hidden * self._draft.config.output_multiplier) @ self.head)
+
+
+def slots_hidden(draft: DFlashDraft, inputs: mx.array, hidden: mx.array, anchors: mx.array) -> mx.array:
+    """Normed hidden of slots 1.. [B, A, block − 1, E]."""
+    out = block_hidden(draft, inputs, hidden, anchors)
+    return out.reshape(*anchors.shape, draft.block_size, -1)[:, :, 1:]
+
+
+class Trainer:
+    """Trains `draft` in place; `step` numbers the steps done."""
+
+    def __init__(self, model: nn.Module, draft: DFlashDraft, shard: Shard, settings: Settings):
+        self.draft, self.shard, self.settings = draft, shard, settings
+        self.vocabulary = vocabulary_of(shard, settings.vocabulary)
+        self.target = TargetSide(model, draft, self.vocabulary)
+        self.step = 0
+        self.scale = feature_scale(self.target, shard)
+        draft.fc.weight = draft.fc.weight * self.scale
+        self.optimizer = optim.MultiOptimizer(
+            [
+                optim.Muon(partial(_rate, settings.muon_rate, settings), weight_decay=0.0),
+                optim.AdamW(partial(_rate, settings.adamw_rate, settings), weight_decay=0.0),
+            ],
+            [lambda name, array: array.ndim == 2 and "norm" not in name],
+        )
+        self.optimizer.init(draft.trainable_parameters())
+        self._loss_and_grad = nn.value_and_grad(draft, self._loss)
+
+    def rows_of(self, step: int) -> np.ndarray:
+        """The conversations of a step; every epoch has its own order."""
+        size = min(self.settings.batch_size, len(self.shard.ids))
+        per_epoch = len(self.shard.ids) // size
+        order = np.random.default_rng((self.settings.seed, 1, step // per_epoch)).permutation(len(self.shard.ids))
+        at = step % per_epoch * size
+        return order[at : at + size]
+
+    def run(self, num_steps: int | None = None) -> Iterator[float]:
+        """Do the steps that are left, or at most `num_steps`; yields the loss of each."""
+        left = self.settings.num_steps - self.step
+        for _ in range(left if num_steps is None else min(left, num_steps)):
+            settings = self.settings
+            rng = np.random.default_rng((settings.seed, 2, self.step))
+            batch = make_batch(
+                self.shard,
+                self.rows_of(self.step),
+                self.vocabulary,
+                self.draft.block_size,
+                settings.num_anchors,
+                settings.decay,
+                rng,
+            )
+            loss = self._train_on(batch)
+            self.step += 1
+            yield loss
+
+    def _train_on(self, batch: Batch) -> float:
+        ids, anchors = mx.array(batch.ids), mx.array(batch.anchors)
+        hidden, target_logits = self.target.hidden(ids)
+        loss, grads = self._loss_and_grad(
+            self.target.inputs(ids, anchors),
+            mx.stop_gradient(hidden / self.scale),
+            anchors,
+            mx.array(batch.labels),
+            mx.array(batch.weights),
+            mx.stop_gradient(target_logits),
+        )
+        grads, _ = optim.clip_grad_norm(grads, self.settings.clip_norm)
+        self.optimizer.update(self.draft, grads)
+        mx.eval(loss, self.draft.parameters(), self.optimizer.state)
+        return loss.item()
+
+    def _loss(
+        self,
+        inputs: mx.array,
+        hidden: mx.array,
+        anchors: mx.array,
+        labels: mx.array,
+        weights: mx.array,
+        target_logits: mx.array,
+    ) -> mx.array:
+        logits = self.target.logits(slots_hidden(self.draft, inputs, hidden, anchors))
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        loss = -mx.take_along_axis(logprobs, labels[..., None], axis=-1)[..., 0]
+        share = self.settings.distillation
+        if share:
+            loss = (1 - share) * loss + share * self._distance(logprobs, anchors, target_logits)
+        return (loss * weights).sum() / mx.maximum(weights.sum(), 1.0)
+
+    def _distance(self, logprobs: mx.array, anchors: mx.array, target_logits: mx.array) -> mx.array:
+        """Cross-entropy with the target's distribution of the token at each slot; [B, A, block − 1]."""
+        batch, num_anchors, slots, _ = logprobs.shape
+        before = mx.minimum(anchors[..., None] + mx.arange(slots), target_logits.shape[1] - 1)
+        rows = target_logits[mx.arange(batch)[:, None], before.reshape(batch, -1)]
+        target_probs = mx.softmax(rows, axis=-1).reshape(batch, num_anchors, slots, -1)
+        return -(target_probs * logprobs).sum(axis=-1)
+
+    # Checkpoints.
+
+    def save(self, directory: Path) -> None:
+        """What a later process needs to go on exactly here."""
+        directory.mkdir(parents=True, exist_ok=True)
+        arrays = {f"draft.{name}": array for name, array in tree_flatten(self.draft.parameters())}
+        arrays |= {f"optimizer.{name}": array for name, array in tree_flatten(self.optimizer.state)}
+        arrays["scale"] = self.scale
+        metadata = {"step": str(self.step), "settings": json.dumps(asdict(self.settings))}
+        replace(
+            directory / "trainer.safetensors", lambda file: mx.save_safetensors(str(file), arrays, metadata=metadata)
+        )
+
+    def resume(self, directory: Path) -> bool:
+        """Go on from a checkpoint where there is one; DFlashError when it is of another run."""
+        file = directory / "trainer.safetensors"
+        if not file.exists():
+            return False
+        arrays, metadata = mx.load(str(file), return_metadata=True)
+        known, wanted = json.loads(metadata["settings"]), asdict(self.settings)
+        if other := [name for name in wanted if known.get(name) != wanted[name]]:
+            name = other[0]
+            raise DFlashError(
+                f"{file} was trained with {name} {known.get(name)!r}, not {wanted[name]!r}; "
+                "use the same settings to continue it or another directory."
+            )
+        draft = [(name.removeprefix("draft."), a) for name, a in arrays.items() if name.startswith("draft.")]
+        self.draft.load_weights(draft)
+        state = [(name.removeprefix("optimizer."), a) for name, a in arrays.items() if name.startswith("optimizer.")]
+        self.optimizer.state = tree_unflatten(state)
+        self.scale = arrays["scale"]
+        self.step = int(metadata["step"])
+        return True
+
+    def export(self, directory: Path, raw_config: dict[str, Any], provenance: dict[str, Any]) -> None:
+        """The draft in the published format, with the scale of the features folded in, and how it was made."""
+        directory.mkdir(parents=True, exist_ok=True)
+        weights = dict(tree_flatten(self.draft.parameters()))
+        weights["fc.weight"] = weights["fc.weight"] / self.scale
+        published = tree_map(lambda array: array.astype(mx.bfloat16), unstack(weights, self.draft.config))
+        replace(
+            directory / "model.safetensors",
+            lambda file: mx.save_safetensors(str(file), published, metadata={"format": "mlx"}),
+        )
+        for name, content in (("config.json", raw_config), ("provenance.json", provenance)):
+            text = json.dumps(content, indent=1) + "\n"
+            replace(directory / name, lambda file, text=text: file.write_text(text))
+
+
+def _rate(peak: float, settings: Settings, step: mx.array) -> mx.array:
+    """Linear warm-up, then a cosine to 0."""
+    warmup = min(settings.warmup_steps, settings.num_steps)
+    done = (step - warmup) / max(1, settings.num_steps - warmup)
+    cosine = 0.5 * (1 + mx.cos(math.pi * mx.clip(done, 0.0, 1.0)))
+    return peak * mx.where(step < warmup, (step + 1) / max(1, warmup), cosine)
+
+
+def feature_scale(target: TargetSide, shard: Shard) -> mx.array:
+    """The size of each captured coordinate on the first conversations; single ones are a thousand times the rest."""
+    hidden, _ = target.hidden(mx.array(shard.ids[:2]))
+    scale = mx.sqrt(mx.mean(hidden * hidden, axis=(0, 1))) + 1e-4
+    mx.eval(scale)
+    return scale
+
+
+def evaluate(
+    target: TargetSide, draft: DFlashDraft, scale: mx.array, shard: Shard, num_rows: int = 16, num_anchors: int = 48
+) -> dict[str, Any]:
+    """Teacher-forced on held-out conversations: what a chain would commit per round, and slot by slot."""
+    vocabulary = np.array(target.vocabulary)
+    right: list[np.ndarray] = []
+    for row in range(min(num_rows, len(shard.ids))):
+        rng = np.random.default_rng((0, row))
+        batch = make_batch(shard, [row], vocabulary, draft.block_size, num_anchors, 1e9, rng)
+        ids, anchors = mx.array(batch.ids), mx.array(batch.anchors)
+        hidden, _ = target.hidden(ids)
+        logits = target.logits(slots_hidden(draft, target.inputs(ids, anchors), hidden / scale, anchors))
+        guesses = vocabulary[np.array(mx.argmax(logits, axis=-1))]
+        wanted = batch.ids[
+            np.arange(1)[:, None, None],
+            np.minimum(batch.anchors[..., None] + np.arange(1, draft.block_size), batch.ids.shape[1] - 1),
+        ]
+        used = batch.weights[..., 0] > 0
+        right.append((guesses == wanted)[used])
+    hits = np.concatenate(right)
+    prefix = np.logical_and.accumulate(hits, axis=-1)
+    reached = np.concatenate([np.ones((len(hits), 1), bool), prefix[:, :-1]], axis=1)
+    by_position = [float(prefix[:, i].sum() / max(1, reached[:, i].sum())) for i in range(prefix.shape[1])]
+    return {
+        "acceptance_length": float(1 + prefix.sum(axis=1).mean()),
+        "acceptance_by_position": by_position,
+        "num_blocks": len(hits),
+    }
+
+
+Report = Callable[[dict[str, Any]], None]
