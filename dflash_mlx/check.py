@@ -36,7 +36,7 @@ EPSILON = {mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
 def check_greedy(
     model: nn.Module,
     tokenizer: Any,
-    draft: DFlashDraft,
+    draft: DFlashDraft | None,
     prompts: Sequence[list[int]],
     *,
     max_tokens: int = 128,
@@ -88,7 +88,7 @@ def compare(model: nn.Module, prompt: list[int], plain: list[int], speculative: 
 def check_sampling(
     model: nn.Module,
     tokenizer: Any,
-    draft: DFlashDraft,
+    draft: DFlashDraft | None,
     prompts: Sequence[list[int]],
     sampler: Sampler,
     *,

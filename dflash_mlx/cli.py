@@ -16,7 +16,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 
 from . import check, conformance, demo, doctor, machine
 from .bench.prompts import PROMPTS, Prompt
-from .bench.report import run_bench, table
+from .bench.report import Setting, run_bench, table
 from .default_pair import default_draft_path, default_target_path
 from .draft import DFlashDraft
 from .errors import DFlashError, TargetStateError, UnsupportedOptionError
@@ -60,6 +60,9 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--draft-model", dest="draft", default=argparse.SUPPRESS, help="The same as --draft.")
     command.add_argument("--num-draft-tokens", type=int, default=None, help="The same as --block-size minus 1.")
     command.add_argument("--stop", action="append", default=[], help="Text that ends the output (repeatable).")
+    command.add_argument(
+        "--hint", default=None, help="Text that you expect in the output, or a file @PATH: it is proposed, not trusted."
+    )
     command.add_argument("--json", action="store_true", help="Print one JSON line instead of the text.")
     command.set_defaults(run=run_generate)
 
@@ -83,6 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("bench", help="plain and speculative decoding side by side")
     _add_model(command)
     command.add_argument("--block-sizes", default=None, help="Comma-separated; the draft's 4, 8, 16 by default.")
+    command.add_argument("--tree-budgets", default=None, help="Comma-separated; 0 is a chain.")
     command.add_argument("--no-costs", action="store_true", help="Leave out the parts of a round.")
     _add_prompts(command)
     command.set_defaults(run=run_bench_command)
@@ -106,7 +110,28 @@ def _add_draft(command: argparse.ArgumentParser) -> None:
         default=None,
         help="A DFlash draft (directory or repository), or 'none'. The default target has a default draft.",
     )
-    command.add_argument("--block-size", type=int, default=None, help="Nodes of a proposal, the anchor included.")
+    command.add_argument(
+        "--block-size", type=int, default=None, help="Nodes of the draft's block, the anchor included."
+    )
+    command.add_argument(
+        "--tree-budget", type=int, default=0, help="Nodes of a tree besides the anchor; 0, the default, is a chain."
+    )
+    command.add_argument("--tree-top-k", type=int, default=None, help="Tokens of every position in the tree (16).")
+    command.add_argument(
+        "--width",
+        default="full",
+        help="How much of block and budget a round uses: full, auto (what pays), or a probability such as 0.1 below "
+        "which a node is left out.",
+    )
+    command.add_argument(
+        "--ngram", action="store_true", help="Propose what followed the text's last words before; needs no draft."
+    )
+
+
+def proposing(args: argparse.Namespace) -> dict[str, Any]:
+    """What stream_generate is told about proposals."""
+    names = ("block_size", "tree_budget", "tree_top_k", "width", "ngram")
+    return {name: getattr(args, name) for name in names}
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
@@ -140,18 +165,17 @@ def load_pair(args: argparse.Namespace, **options: Any) -> tuple[Any, Any, dict,
         print(f"Note: {note}", file=sys.stderr)
     chosen = args.draft or (DEFAULT if name in (None, DEFAULT) else "none")
     if chosen == "none":
-        if args.draft is None:
-            print("Speculation is not running: no draft was given; name one with --draft.", file=sys.stderr)
+        if args.draft is None and not args.ngram and not getattr(args, "hint", None):
+            print("Speculation is not running: name a draft with --draft, or use --ngram.", file=sys.stderr)
         return model, tokenizer, config, None
     draft = load_draft(default_draft_path() if chosen == DEFAULT else chosen, target=model)
     return model, tokenizer, config, draft
 
 
-def load_speculative_pair(args: argparse.Namespace) -> tuple[Any, Any, DFlashDraft]:
-    if args.draft == "none" or (args.draft is None and args.model not in (None, DEFAULT)):
-        raise DFlashError("This command compares with a draft; name one with --draft.")
+def load_speculative_pair(args: argparse.Namespace) -> tuple[Any, Any, DFlashDraft | None]:
+    if not args.ngram and (args.draft == "none" or (args.draft is None and args.model not in (None, DEFAULT))):
+        raise DFlashError("This command compares with speculation; name a draft with --draft, or use --ngram.")
     model, tokenizer, _, draft = load_pair(args)
-    assert draft is not None
     return model, tokenizer, draft
 
 
@@ -185,9 +209,10 @@ def run_generate(args: argparse.Namespace) -> int:
         "quantized_kv_start": args.quantized_kv_start,
         "draft_model": draft,
         "stop": args.stop,
-    }
+        "hint_tokens": encode_hint(args, tokenizer),
+    } | proposing(args)
     if draft is not None:
-        options |= {"block_size": args.block_size, "num_draft_tokens": args.num_draft_tokens}
+        options |= {"num_draft_tokens": args.num_draft_tokens}
     prompt = encode_prompt(args, tokenizer, prompt_cache is not None)
     if args.json:
         _print_json(model, tokenizer, prompt, options)
@@ -251,6 +276,18 @@ def _load_prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict
     return cache, metadata
 
 
+def encode_hint(args: argparse.Namespace, tokenizer: Any) -> list[int] | None:
+    if args.hint is None:
+        return None
+    text = args.hint
+    if text.startswith("@"):
+        try:
+            text = Path(text[1:]).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DFlashError(f"--hint {args.hint} cannot be read ({error}); give a text file.") from error
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
 def encode_prompt(args: argparse.Namespace, tokenizer: Any, using_cache: bool) -> list[int]:
     """The prompt as mlx_lm.generate builds it, with stdin, chat template, prefilled response and cached prefix."""
     text = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
@@ -311,7 +348,7 @@ def run_check(args: argparse.Namespace) -> int:
     sampler = make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k)
     model, tokenizer, draft = load_speculative_pair(args)
     encoded = _encode_all(tokenizer, prompts)
-    options = {"block_size": args.block_size, "progress": not args.json, "max_tokens": args.max_tokens or 64}
+    options: dict[str, Any] = {"progress": not args.json, "max_tokens": args.max_tokens or 64} | proposing(args)
     mx.random.seed(args.seed)
     if isinstance(sampler, Sampler):
         result = check.check_sampling(model, tokenizer, draft, encoded, sampler, **options)
@@ -348,7 +385,7 @@ def run_bench_command(args: argparse.Namespace) -> int:
         tokenizer,
         draft,
         prompts,
-        block_sizes=_block_sizes(args, draft),
+        settings=bench_settings(args, draft),
         max_tokens=args.max_tokens or 128,
         costs=not args.no_costs,
         progress=not args.json,
@@ -358,15 +395,27 @@ def run_bench_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def _block_sizes(args: argparse.Namespace, draft: DFlashDraft) -> list[int]:
-    if args.block_size is not None:
-        return [args.block_size]
-    if args.block_sizes is None:
-        return [size for size in (4, 8, 16) if size <= draft.block_size] or [draft.block_size]
+def bench_settings(args: argparse.Namespace, draft: DFlashDraft | None) -> list[Setting]:
+    """Every block size with every tree budget and every width that the flags list."""
+    sizes: list[int | None] = [args.block_size]
+    if args.block_sizes is not None:
+        sizes = list(_numbers("--block-sizes", args.block_sizes))
+    elif args.block_size is None and draft is not None and args.tree_budgets is None:
+        sizes = [size for size in (4, 8, 16) if size <= draft.block_size] or [draft.block_size]
+    budgets = [args.tree_budget] if args.tree_budgets is None else _numbers("--tree-budgets", args.tree_budgets)
+    return [
+        Setting(size, budget, args.tree_top_k if budget else None, width, args.ngram)
+        for size in sizes
+        for budget in budgets
+        for width in (args.width.split(",") if draft is not None else ["full"])
+    ]
+
+
+def _numbers(flag: str, text: str) -> list[int]:
     try:
-        return [int(size) for size in args.block_sizes.split(",")]
+        return [int(number) for number in text.split(",")]
     except ValueError:
-        raise DFlashError(f"--block-sizes {args.block_sizes!r} is not a list like 4,8,16.") from None
+        raise DFlashError(f"{flag} {text!r} is not a list like 4,8,16.") from None
 
 
 def run_demo(args: argparse.Namespace) -> int:
@@ -378,9 +427,7 @@ def run_demo(args: argparse.Namespace) -> int:
         if not args.json:
             print(text, end="", flush=True)
 
-    result = demo.demo(
-        model, tokenizer, draft, args.prompt, block_size=args.block_size, max_tokens=args.max_tokens, write=write
-    )
+    result = demo.demo(model, tokenizer, draft, args.prompt, max_tokens=args.max_tokens, write=write, **proposing(args))
     print(json.dumps(result) if args.json else "\n\n" + demo.render(result))
     return 0
 

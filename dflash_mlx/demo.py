@@ -17,21 +17,19 @@ from .generate import stream_generate
 def demo(
     model: nn.Module,
     tokenizer: Any,
-    draft: DFlashDraft,
+    draft: DFlashDraft | None,
     prompt: str,
     *,
-    block_size: int | None = None,
     max_tokens: int = 128,
     write: Callable[[str], None],
+    **options: Any,
 ) -> dict[str, Any]:
-    """Stream the answer through `write`; returns the figures of the last line."""
+    """Stream the answer through `write`; `options` go to stream_generate. Returns the figures of the last line."""
     tokens = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
 
     def speculative(limit: int, show: Callable[[str], None]) -> Timed:
         def responses():
-            for response in stream_generate(
-                model, tokenizer, tokens, max_tokens=limit, draft_model=draft, block_size=block_size
-            ):
+            for response in stream_generate(model, tokenizer, tokens, max_tokens=limit, draft_model=draft, **options):
                 show(response.text)
                 yield response
 

@@ -53,7 +53,7 @@ def run_plain(model: nn.Module, tokenizer: Any, prompt: list[int], max_tokens: i
 
 
 def run_speculative(
-    model: nn.Module, tokenizer: Any, prompt: list[int], max_tokens: int, draft: DFlashDraft, **options: Any
+    model: nn.Module, tokenizer: Any, prompt: list[int], max_tokens: int, draft: DFlashDraft | None, **options: Any
 ) -> Timed:
     return timed(stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, draft_model=draft, **options))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -28,46 +29,62 @@ DEFINITIONS = {
 }
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What stream_generate is told about proposals in one column of the comparison."""
+
+    block_size: int | None
+    tree_budget: int = 0
+    tree_top_k: int | None = None
+    width: str = "full"
+    ngram: bool = False
+
+    @property
+    def is_plain_chain(self) -> bool:
+        return not (self.tree_budget or self.ngram or self.width != "full")
+
+
 def run_bench(
     model: nn.Module,
     tokenizer: Any,
-    draft: DFlashDraft,
+    draft: DFlashDraft | None,
     prompts: Sequence[Prompt],
     *,
-    block_sizes: Sequence[int],
+    settings: Sequence[Setting],
     max_tokens: int = 128,
     costs: bool = True,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Plain decoding and every block size in turn on every prompt, greedy."""
+    """Plain decoding and every setting in turn on every prompt, greedy."""
     encoded = [
         tokenizer.apply_chat_template([{"role": "user", "content": p.text}], add_generation_prompt=True)
         for p in prompts
     ]
     mx.reset_peak_memory()
     run_plain(model, tokenizer, encoded[0], 8)
-    for size in block_sizes:  # the first runs compile kernels
-        run_speculative(model, tokenizer, encoded[0], 2 * size + 2, draft, block_size=size)
+    for setting in settings:  # the first runs compile kernels
+        run_speculative(model, tokenizer, encoded[0], 24, draft, **asdict(setting))
     plain: list[Timed] = []
-    runs: dict[int, list[Timed]] = {size: [] for size in block_sizes}
+    runs: list[list[Timed]] = [[] for _ in settings]
     for tokens in tqdm(encoded, desc="prompts", disable=not progress):
         plain.append(run_plain(model, tokenizer, tokens, max_tokens))
-        for size in block_sizes:
-            runs[size].append(run_speculative(model, tokenizer, tokens, max_tokens, draft, block_size=size))
+        for setting, done in zip(settings, runs, strict=True):
+            done.append(run_speculative(model, tokenizer, tokens, max_tokens, draft, **asdict(setting)))
     peak_bytes = mx.get_peak_memory()
-    rows = [_row(size, plain, runs[size], prompts) for size in block_sizes]
-    if costs:
-        for row in tqdm(rows, desc="rounds", disable=not progress):
+    rows = [_row(setting, plain, done, prompts) for setting, done in zip(settings, runs, strict=True)]
+    if costs and draft is not None:
+        chains = [row for setting, row in zip(settings, rows, strict=True) if setting.is_plain_chain]
+        for row in tqdm(chains, desc="rounds", disable=not progress):
             cost = round_cost(model, tokenizer, draft, row["block_size"], encoded[:5])
             row |= {name: getattr(cost, name) for name in ("round_s", "target_forward_s", "draft_forward_s", "host_s")}
             row["overhead"] = cost.overhead
     return {
         "plain_tokens_per_s": statistics.median(run.tokens_per_s for run in plain),
-        "block_sizes": rows,
+        "settings": rows,
         "prompts": len(prompts),
         "max_tokens": max_tokens,
         "peak_bytes": peak_bytes,
-        "weights_bytes": weights_bytes(model) + weights_bytes(draft),
+        "weights_bytes": weights_bytes(model) + (weights_bytes(draft) if draft is not None else 0),
         "definitions": DEFINITIONS,
         "machine": machine.device_facts() | {"blas": machine.blas()},
         "versions": machine.versions(),
@@ -81,21 +98,26 @@ def weights_bytes(module: nn.Module) -> int:
     return sum(array.nbytes for _, array in tree_flatten(module.parameters()))
 
 
-def _row(size: int, plain: list[Timed], runs: list[Timed], prompts: Sequence[Prompt]) -> dict[str, Any]:
-    ratios = [run.tokens_per_s / base.tokens_per_s for run, base in zip(runs, plain, strict=True) if base.tokens_per_s]
+def _row(setting: Setting, plain: list[Timed], runs: list[Timed], prompts: Sequence[Prompt]) -> dict[str, Any]:
+    ratios = [
+        run.tokens_per_s / base.tokens_per_s if base.tokens_per_s else 0.0
+        for run, base in zip(runs, plain, strict=True)
+    ]
     merged = Statistics()
     merged.rounds = [r for run in runs for r in (run.statistics.drafted_rounds if run.statistics else [])]
     merged.rounds.insert(0, merged.rounds[0])  # stands for the first forwards, which every mean leaves out
-    kinds = {}
+    kinds, ratio_by_kind = {}, {}
     for kind in dict.fromkeys(p.kind for p in prompts):
-        of_kind = [run for run, prompt in zip(runs, prompts, strict=True) if prompt.kind == kind]
-        rounds = [r for run in of_kind for r in (run.statistics.drafted_rounds if run.statistics else [])]
+        of_kind = [i for i, prompt in enumerate(prompts) if prompt.kind == kind]
+        rounds = [r for run in (runs[i] for i in of_kind) if run.statistics for r in run.statistics.drafted_rounds]
         kinds[kind] = sum(r.committed for r in rounds) / len(rounds) if rounds else 0.0
-    return {
-        "block_size": size,
+        ratio_by_kind[kind] = statistics.median(ratios[i] for i in of_kind)
+    return asdict(setting) | {
         "tokens_per_s": statistics.median(run.tokens_per_s for run in runs),
-        "ratio": statistics.median(ratios) if ratios else 0.0,
+        "ratio": statistics.median(ratios),
+        "ratio_by_kind": ratio_by_kind,
         "acceptance_length": merged.acceptance_length,
+        "mean_width": sum(r.width for r in merged.drafted_rounds) / max(1, len(merged.drafted_rounds)),
         "acceptance_length_by_kind": kinds,
         "accepted_of_proposed": merged.accepted_of_proposed,
         "acceptance_by_position": merged.acceptance_by_position,
@@ -110,16 +132,19 @@ def table(result: dict[str, Any]) -> str:
         f"{result['max_tokens']} tokens, {result['machine']['chip']} ({result['machine']['device']}), "
         f"peak {result['peak_bytes'] / 1e9:.2f} GB",
         "",
-        "| block | tokens/s | ratio | acceptance length | accepted/proposed | identical | round ms "
-        "| target + draft ms | overhead | host ms |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| block | tree | width | tokens/s | ratio | acceptance length | mean width | accepted/proposed | identical "
+        "| round ms | target + draft ms | overhead | host ms |",
+        "|" + "---|" * 13,
     ]
-    for row in result["block_sizes"]:
+    for row in result["settings"]:
         cells = [
-            f"{row['block_size']}",
+            f"{row['block_size'] or '–'}" + (" + n-gram" if row["ngram"] else ""),
+            f"{row['tree_budget'] or 'chain'}",
+            row["width"],
             f"{row['tokens_per_s']:.1f}",
             f"{row['ratio']:.2f}×",
             f"{row['acceptance_length']:.2f}",
+            f"{row['mean_width']:.1f}",
             f"{row['accepted_of_proposed']:.2f}",
             f"{row['identical']}/{result['prompts']}",
         ]

@@ -159,13 +159,13 @@ class Trainer:
         self.optimizer.init(draft.trainable_parameters())
         self._loss_and_grad = nn.value_and_grad(draft, self._loss)
 
-    def rows_of(self, step: int) -> np.ndarray:
+    def rows_of(self, step: int) -> list[int]:
         """The conversations of a step; every epoch has its own order."""
         size = min(self.settings.batch_size, len(self.shard.ids))
         per_epoch = len(self.shard.ids) // size
         order = np.random.default_rng((self.settings.seed, 1, step // per_epoch)).permutation(len(self.shard.ids))
         at = step % per_epoch * size
-        return order[at : at + size]
+        return order[at : at + size].tolist()
 
     def run(self, num_steps: int | None = None) -> Iterator[float]:
         """Do the steps that are left, or at most `num_steps`; yields the loss of each."""

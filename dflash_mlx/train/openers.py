@@ -215,25 +215,33 @@ You are
 TOPICS = (
     """
 photosynthesis|gravity|black holes|the water cycle|volcanoes|earthquakes|the human heart|the immune system|DNA|evolution
-atoms and molecules|electricity|magnets|light|sound waves|the periodic table|chemical reactions|the solar system|the Moon
-climate change|renewable energy|solar panels|wind power|nuclear energy|recycling|plastic pollution|deforestation|coral reefs
+atoms and molecules|electricity|magnets|light|sound waves|the periodic table|chemical reactions|the solar system
+the Moon
+climate change|renewable energy|solar panels|wind power|nuclear energy|recycling|plastic pollution|deforestation
+coral reefs
 rainforests|deserts|rivers and lakes|mountains|glaciers|hurricanes|the ocean|whales|dolphins|bees|butterflies|ants|birds
-dinosaurs|elephants|dogs|cats|horses|farm animals|bread|cheese|chocolate|coffee|tea|wine|rice|pasta|pizza|vegetables|fruit
+dinosaurs|elephants|dogs|cats|horses|farm animals|bread|cheese|chocolate|coffee|tea|wine|rice|pasta|pizza|vegetables
+fruit
 nutrition|exercise|yoga|running|swimming|cycling|football|basketball|tennis|chess|the Olympics|sleep|stress|meditation
 mental health|headaches|the common cold|diabetes|vitamins|dental care|first aid|surgery|hospitals|aging|childhood
 education|schools|universities|homework|reading|writing|libraries|languages|grammar|poetry|novels|fairy tales|mythology
 ancient Egypt|ancient Rome|ancient Greece|the Middle Ages|the Renaissance|the Industrial Revolution|World War I
 World War II|the Cold War|the French Revolution|the American Civil War|the Silk Road|the Vikings|the Aztecs|Japan|China
 India|Brazil|Mexico|Canada|France|Germany|Italy|Spain|Egypt|Kenya|Australia|New York|London|Paris|Tokyo|democracy
-elections|human rights|laws|courts|taxes|money|banks|inflation|the stock market|insurance|budgeting|saving|small business
+elections|human rights|laws|courts|taxes|money|banks|inflation|the stock market|insurance|budgeting|saving
+small business
 marketing|advertising|customer service|leadership|teamwork|time management|job interviews|resumes|remote work|meetings
 computers|the internet|email|smartphones|social media|video games|robots|artificial intelligence|machine learning
 neural networks|databases|algorithms|recursion|sorting|loops|functions|variables|strings|dictionaries|classes|testing
 debugging|version control|encryption|passwords|cloud computing|operating systems|web pages|data science|statistics
-probability|fractions|percentages|algebra|geometry|triangles|circles|prime numbers|matrices|calculus|logic|music|the piano
-the guitar|jazz|classical music|opera|painting|sculpture|photography|film|theatre|dance|architecture|bridges|trains|cars
-airplanes|ships|space travel|satellites|telescopes|the weather|seasons|gardening|trees|flowers|houseplants|cooking|baking
-camping|hiking|travel|museums|holidays|weddings|birthdays|friendship|family|parenting|love|happiness|anger|courage|honesty
+probability|fractions|percentages|algebra|geometry|triangles|circles|prime numbers|matrices|calculus|logic|music
+the piano
+the guitar|jazz|classical music|opera|painting|sculpture|photography|film|theatre|dance|architecture|bridges|trains
+cars
+airplanes|ships|space travel|satellites|telescopes|the weather|seasons|gardening|trees|flowers|houseplants|cooking
+baking
+camping|hiking|travel|museums|holidays|weddings|birthdays|friendship|family|parenting|love|happiness|anger|courage
+honesty
 kindness|creativity|curiosity|philosophy|ethics|religion|psychology|memory|dreams|habits|motivation|public speaking
 """.strip()
     .replace("\n", "|")
