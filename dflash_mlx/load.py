@@ -45,7 +45,13 @@ def check_pair(model: nn.Module, draft: DFlashDraft) -> None:
     vocab_size = anatomy.vocab_size
     hidden_size = anatomy.hidden_size
     problems = [
-        (config.num_target_layers != num_layers, "num_target_layers", config.num_target_layers, "layers", num_layers),
+        (
+            config.num_target_layers not in (None, num_layers),
+            "num_target_layers",
+            config.num_target_layers,
+            "layers",
+            num_layers,
+        ),
         (config.hidden_size != hidden_size, "hidden_size", config.hidden_size, "hidden_size", hidden_size),
         (config.vocab_size != vocab_size, "vocab_size", config.vocab_size, "embedding rows", vocab_size),
         (config.mask_token_id >= vocab_size, "mask_token_id", config.mask_token_id, "embedding rows", vocab_size),

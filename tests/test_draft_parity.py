@@ -62,8 +62,9 @@ class Case:
 
 
 def max_difference(a: mx.array, b: mx.array) -> float:
+    """Relative to the largest entry, where that is above 1: BLAS libraries sum in different orders."""
     assert a.shape == b.shape
-    return mx.abs(a - b).max().item()
+    return (mx.abs(a - b).max() / mx.maximum(mx.abs(b).max(), 1)).item()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -82,4 +83,4 @@ def test_every_round_equals_the_official_module(name: str, tmp_path: Path) -> No
 
 
 def test_the_reference_covers_the_variants() -> None:
-    assert len(CASES) == 30
+    assert len(CASES) == 43

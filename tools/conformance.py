@@ -629,9 +629,9 @@ def main() -> None:
     names = [c for c in cases() if not options.only or {c, c.partition(":")[0]} & set(options.only)]
     rows = list(_progress(names))
     if options.json:
-        options.json.write_text(
-            json.dumps({"mlx_lm": version("mlx-lm"), "mlx": version("mlx"), "rows": rows}, indent=1)
-        )
+        head = json.dumps({"mlx_lm": version("mlx-lm"), "mlx": version("mlx")}).removesuffix("}")
+        lines = ",\n".join(json.dumps(row) for row in rows)  # a line each, for readable differences
+        options.json.write_text(f'{head}, "rows": [\n{lines}\n]}}\n')
     if options.markdown:
         options.markdown.write_text(markdown(rows))
     ran = [r for r in rows if r["mlx_lm_error"] is None]

@@ -3,7 +3,7 @@
 Run it in an environment that has dflash 0.1.0 and its MLX backend (nothing of this project is imported), then
 commit what it wrote:
 
-    python tools/draft_reference.py
+    python tools/draft_reference.py [CASE ..]
 
 Each case is one draft with random weights and a few rounds of decoding: n more committed tokens, then a block of L.
 Every round is computed twice: with the caches grown round by round as the official loop grows them, and with fresh
@@ -15,6 +15,7 @@ single row: it then returns its rows in ring order while the official mask takes
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,19 @@ ROUNDS = [(11, 8), (1, 8), (8, 8), (3, 8), (5, 2)]
 
 def window(size: int, *layer_types: str, **more: Any) -> dict[str, Any]:
     return {"layer_types": layer_types, "num_hidden_layers": len(layer_types), "sliding_window": size, **more}
+
+
+def published(pattern: str, heads: int, kv_heads: int, block_size: int, **more: Any) -> Any:
+    """A draft's structure as published, at small widths: "ssf" is two sliding layers and a full one.
+
+    Vocabulary, width and depth of the target are those of the tiny models of tools/conformance.py.
+    """
+    kinds = [{"s": SLIDING, "f": FULL}[kind] for kind in pattern]
+    dflash = {"target_layer_ids": [0, 1, 2, 3], **more.pop("dflash", {})}
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": 97, "num_target_layers": 4}
+    changes = window(24, *kinds, **sizes, block_size=block_size, rope_theta=1e6, **more)
+    rounds = [(19, block_size), (block_size, block_size), (1, block_size), (5, block_size // 2)]
+    return changes, dflash, rounds, {"ring_order": SLIDING in kinds}
 
 
 # name: (changes to BASE, changes to dflash_config, rounds of (committed tokens, block), other options)
@@ -107,6 +121,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[tuple[int, int]], di
     ),
     "soft_cap_beside": ({"final_logit_softcapping": 3.0}, {}, ROUNDS, {}),
     "soft_cap_off": ({"final_logit_softcapping": 3.0}, {"final_logit_softcapping": 0.0}, ROUNDS, {}),
+    "published_qwen3": published("fffff", 8, 2, 16),
+    "published_qwen3_coder_30b_a3b": published("ffffffff", 8, 1, 16),
+    "published_qwen3_coder_next": published("ffffffff", 8, 1, 16),
+    "published_qwen3_5": published("sssssf", 8, 2, 16),
+    "published_qwen3_5_moe": published("sssssf", 8, 2, 16),
+    "published_qwen3_6_27b": published("ssssf", 8, 2, 16),
+    "published_gpt_oss_20b": published("ffffffff", 8, 1, 8, head_dim=8),
+    "published_gpt_oss_120b": published("ffffffff", 8, 1, 10, head_dim=8),
+    "published_llama_3_1": published("fffff", 8, 2, 10, rope_scaling=LLAMA3),
+    "published_gemma_4": published("ssssf", 8, 2, 16, final_logit_softcapping=30.0),
+    "published_kimi_k2": published("ffffff", 8, 1, 8, rope_scaling=YARN),
+    "published_minimax_m2": published("fffff", 8, 2, 16),
+    "published_glm_5_1": published("sssss", 8, 2, 16, is_causal=False),
 }
 
 
@@ -123,12 +150,12 @@ def draw(seed: int, name: str, shape: tuple[int, ...]) -> mx.array:
 class Target(nn.Module):
     """What the official `bind` asks of a target."""
 
-    def __init__(self, seed: int, hidden_size: int, embed_scale: float):
+    def __init__(self, seed: int, vocab_size: int, hidden_size: int, embed_scale: float):
         super().__init__()
-        self.embed_tokens = nn.Embedding(VOCAB, hidden_size)
-        self.embed_tokens.weight = draw(seed, "target_embed.weight", (VOCAB, hidden_size))
-        self.lm_head = nn.Linear(hidden_size, VOCAB, bias=False)
-        self.lm_head.weight = draw(seed, "target_head.weight", (VOCAB, hidden_size))
+        self.embed_tokens = nn.Embedding(vocab_size, hidden_size)
+        self.embed_tokens.weight = draw(seed, "target_embed.weight", (vocab_size, hidden_size))
+        self.lm_head = nn.Linear(hidden_size, vocab_size, bias=False)
+        self.lm_head.weight = draw(seed, "target_head.weight", (vocab_size, hidden_size))
         self.embed_scale = embed_scale
 
 
@@ -200,13 +227,13 @@ def run_case(name: str) -> None:
     seed = zlib.crc32(name.encode()) % 10000
     draft, tensors = official_draft(raw, seed)
     offset = start_late(draft, options.get("position", 0))
-    draft.bind(Target(seed, raw["hidden_size"], options.get("embed_scale", 1.0)))
+    draft.bind(Target(seed, raw["vocab_size"], raw["hidden_size"], options.get("embed_scale", 1.0)))
     width = len(raw["dflash_config"]["target_layer_ids"]) * raw["hidden_size"]
     total = sum(n for n, _ in rounds)
     features = draw(seed, "target_hidden", (1, total, width))
     grown, seen, results = caches(draft, offset), 0, {}
     for i, (n, length) in enumerate(rounds):
-        anchor = int(np.random.RandomState(seed + i).randint(VOCAB))
+        anchor = int(np.random.RandomState(seed + i).randint(raw["vocab_size"]))
         block = mx.array([[anchor] + [raw["dflash_config"]["mask_token_id"]] * (length - 1)])
         by_round = draft.hidden_states(block, features[:, seen : seen + n], grown)
         seen += n
@@ -222,7 +249,7 @@ def run_case(name: str) -> None:
 
 def main() -> None:
     OUT.mkdir(parents=True, exist_ok=True)
-    for name in CASES:
+    for name in sys.argv[1:] or CASES:
         run_case(name)
 
 

@@ -4,5 +4,16 @@ from .checkpoint import load_draft, quantize
 from .config import DraftConfig, parse_config
 from .context import DraftContext
 from .dflash import DFlashDraft, finite
+from .drafted import Correction, Drafted
 
-__all__ = ["DFlashDraft", "DraftConfig", "DraftContext", "finite", "load_draft", "parse_config", "quantize"]
+__all__ = [
+    "Correction",
+    "DFlashDraft",
+    "DraftConfig",
+    "DraftContext",
+    "Drafted",
+    "finite",
+    "load_draft",
+    "parse_config",
+    "quantize",
+]

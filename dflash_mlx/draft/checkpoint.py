@@ -12,6 +12,7 @@ from huggingface_hub import snapshot_download
 from mlx.utils import tree_flatten
 
 from ..errors import CheckpointError, UnsupportedOptionError
+from . import speculators
 from .config import ARCHITECTURES, DraftConfig, parse_config
 from .dflash import DFlashDraft
 
@@ -31,8 +32,10 @@ def load_draft(path_or_repo: str | Path, *, dtype: mx.Dtype | None = None) -> DF
     _refuse_whole_model(raw, path)
     config = parse_config(raw, str(path / "config.json"))
     quantization = _quantization(raw, path)
-    weights = _uniform_kv(_read_weights(path), config, quantization, path)
-    draft = _build(config, weights, quantization, path)
+    weights = _read_weights(path)
+    token_ids = _token_ids(weights, config, path)
+    weights = _uniform_kv(weights, config, quantization, path)
+    draft = _build(DFlashDraft(config, token_ids), weights, quantization, path)
     _check_tensors(draft, weights, path)
     draft.load_weights(list(stack(weights, config).items()))
     draft.eval()
@@ -123,7 +126,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _refuse_whole_model(raw: dict[str, Any], path: Path) -> None:
     names = raw.get("architectures")
     names = [str(name) for name in names] if isinstance(names, list) else []
-    draft_like = "dflash_config" in raw or "target_layer_ids" in raw or any("Draft" in name for name in names)
+    draft_like = any(key in raw for key in ("dflash_config", "target_layer_ids", "speculators_model_type"))
+    draft_like = draft_like or any("Draft" in name for name in names)
     if not draft_like and not any(name in ARCHITECTURES for name in names):
         kind = ", ".join(names) or str(raw.get("model_type", "model of unknown kind"))
         raise CheckpointError(f"{path} holds a {kind}, not a DFlash draft; give it as the target model instead.")
@@ -212,14 +216,14 @@ def _uniform_kv(
 
 
 def _build(
-    config: DraftConfig, weights: dict[str, mx.array], quantization: dict[str, Any] | None, path: Path
+    draft: DFlashDraft, weights: dict[str, mx.array], quantization: dict[str, Any] | None, path: Path
 ) -> DFlashDraft:
     """The module that the tensors belong to: with its own embedding and head, and quantized, where they are there."""
-    draft = DFlashDraft(config)
-    rows, columns = config.vocab_size, config.hidden_size
+    config, columns = draft.config, draft.config.hidden_size
     if "embed_tokens.weight" in weights:
-        draft.embed_tokens = nn.Embedding(rows, columns)
+        draft.embed_tokens = nn.Embedding(config.vocab_size, columns)
     if "lm_head.weight" in weights:
+        rows = config.draft_vocab_size or config.vocab_size
         draft.lm_head = nn.Linear(columns, rows, bias="lm_head.bias" in weights)
     if quantization is None:
         return draft
@@ -237,6 +241,19 @@ def _build(
             f"{path} cannot be quantized as its config says ({_first_line(error)}); {AGAIN}."
         ) from error
     return draft
+
+
+def _token_ids(weights: dict[str, mx.array], config: DraftConfig, path: Path) -> mx.array | None:
+    """The tokens of a draft's own, smaller vocabulary; drops what only its training needed."""
+    for name in speculators.VERIFIER_TENSORS:
+        weights.pop(name, None)
+    ids = speculators.token_ids(weights, config.vocab_size, str(path))
+    size = None if ids is None else ids.size
+    if size != config.draft_vocab_size and not (config.draft_vocab_size is None and size == config.vocab_size):
+        found = "there is no d2t" if size is None else f"d2t has {size} entries"
+        wanted = config.draft_vocab_size or config.vocab_size
+        raise CheckpointError(f"{path}: draft_vocab_size is {wanted} but {found}; {AGAIN}.")
+    return ids if config.draft_vocab_size is not None else None
 
 
 def _check_tensors(draft: DFlashDraft, weights: dict[str, mx.array], path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError
+from . import speculators
 
+# What a draft's authors write under `architectures`.
 ARCHITECTURES = ("DFlashDraftModel",)
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -21,6 +24,8 @@ DFLASH_KEYS = {
     "input_embedding_scale",
     "output_multiplier",
     "final_logit_softcapping",
+    "draft_vocab_size",
+    "sample_from_anchor",
 }
 # Keys of `dflash_config` that describe a training or a packaging and change nothing.
 METADATA_KEYS = {
@@ -36,6 +41,29 @@ METADATA_KEYS = {
     "target_model_name_or_path",
     "training",
     "version",
+}
+# Keys that would change the mathematics, with the values that leave it as it is here.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_mode": ("gqa", "mha"),
+    "hidden_act": ("silu", "swish"),
+    "partial_rotary_factor": (1,),
+    "qk_norm": (True,),
+    "use_qk_norm": (True,),
+    "attn_implementation": ("eager", "flash_attention_2", "flex_attention", "sdpa", "simple_flex_attention"),
+}
+# A key of the top level that is not read is refused where its name speaks of mathematics and it is switched on;
+# others are taken for notes (token ids, versions, settings of the training).
+MATHEMATICAL = re.compile(
+    "attention_mode|attn_|bias|cap(ping)?$|causal|expert|fusion|gate|hidden_act|kernel|lora|mask_embed|markov|mlp_"
+    "|multiplier|norm|partial_rotary|projector|query_pre|rank|residual|rope|rotary|scal(e|ing)|selector|shift|sink"
+)
+TOP_KEYS = {
+    "attention_bias",
+    "is_causal",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
 }
 # What each kind of rotary scaling cannot do without.
 ROPE_NEEDS: dict[str, tuple[str, ...]] = {
@@ -63,11 +91,14 @@ OTHER_DRAFT = "use a draft without it or a version of dflash_mlx that has it"
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """A DFlash 1 draft.
+    """A draft, of whatever family.
 
-    block_size: rows of the block, the anchor included. capture_layer_ids: the target's layers, from 0, whose outputs
-    the draft reads, in this order. sliding_window: positions a row of a sliding layer looks back over, itself
-    included. is_causal: None makes the block causal in sliding layers only. rope_scaling: as mlx-lm reads it.
+    block_size: rows of the block, the anchor included. num_target_layers: None where the packaging does not say.
+    capture_layer_ids: the target's layers, from 0, whose outputs the draft reads, in this order. sliding_window:
+    positions a row of a sliding layer looks back over, itself included. is_causal: None makes the block causal in
+    sliding layers only. rope_scaling: as mlx-lm reads it. draft_vocab_size: rows of its own head where they are fewer
+    than the target's tokens. sample_from_anchor: the anchor's row proposes a token too, so that row i speaks of
+    position i + 1 instead of i.
     """
 
     hidden_size: int
@@ -81,7 +112,7 @@ class DraftConfig:
     rope_theta: float
     max_position_embeddings: int
     block_size: int
-    num_target_layers: int
+    num_target_layers: int | None
     capture_layer_ids: tuple[int, ...]
     mask_token_id: int
     layer_types: tuple[str, ...]
@@ -93,6 +124,8 @@ class DraftConfig:
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
+    draft_vocab_size: int | None = None
+    sample_from_anchor: bool = False
 
     def window(self, layer: int) -> int | None:
         """Positions a layer's rows look back over, themselves included; None for all."""
@@ -105,10 +138,10 @@ class DraftConfig:
 
 def parse_config(raw: dict[str, Any], where: str) -> DraftConfig:
     """The config of a published draft; `where` names the file in errors. CheckpointError when it is unusable."""
-    reader = _Reader(raw, where)
+    reader = _Reader(speculators.published(raw, where), where)
     reader.check_architecture()
     num_hidden_layers = reader.integer("num_hidden_layers", 1)
-    num_target_layers = reader.integer("num_target_layers", 1)
+    num_target_layers = None if speculators.is_speculators(raw) else reader.integer("num_target_layers", 1)
     hidden_size = reader.integer("hidden_size", 1)
     num_attention_heads = reader.integer("num_attention_heads", 1)
     num_key_value_heads = reader.integer("num_key_value_heads", 1, num_attention_heads)
@@ -140,13 +173,15 @@ def parse_config(raw: dict[str, Any], where: str) -> DraftConfig:
         mask_token_id=mask_token_id,
         layer_types=layer_types,
         sliding_window=sliding_window,
-        is_causal=reader.boolean("is_causal", None),
+        is_causal=_is_causal(reader, layer_types),
         attention_bias=bool(reader.boolean("attention_bias", False)),
         tie_word_embeddings=bool(reader.boolean("tie_word_embeddings", False)),
         rope_scaling=rope,
         input_embedding_scale=reader.number("input_embedding_scale", 1.0),
         output_multiplier=reader.number("output_multiplier", 1.0),
         final_logit_softcapping=soft_cap if soft_cap > 0 else None,
+        draft_vocab_size=_draft_vocab_size(reader, vocab_size),
+        sample_from_anchor=bool(reader.boolean("sample_from_anchor", False)),
     )
     _refuse_unknown(reader, config)
     return config
@@ -215,13 +250,36 @@ def _layers(reader: _Reader, num_hidden_layers: int) -> tuple[tuple[str, ...], i
     return tuple(layer_types), reader.integer("sliding_window", 2) if needed else None
 
 
-def _capture_layer_ids(reader: _Reader, num_target_layers: int) -> tuple[int, ...]:
+def _is_causal(reader: _Reader, layer_types: Sequence[str]) -> bool | None:
+    """`is_causal` of the whole draft, else `dflash_config.causal`, which speaks of its sliding layers."""
+    is_causal = reader.boolean("is_causal", None)
+    causal = reader.dflash.get("causal")
+    if causal is not None and not isinstance(causal, bool):
+        raise reader.refuse("causal", f"is {causal!r}, true or false is needed")
+    if causal is None or is_causal == causal:
+        return is_causal
+    if is_causal is not None or (causal and "full_attention" in layer_types):
+        problem = f"is {causal} beside is_causal {is_causal} and layers {', '.join(sorted(set(layer_types)))}"
+        raise reader.refuse("causal", f"{problem}: which layers it means is not clear")
+    return causal
+
+
+def _draft_vocab_size(reader: _Reader, vocab_size: int) -> int | None:
+    size = reader.integer("draft_vocab_size", 1, vocab_size)
+    if size > vocab_size:
+        raise reader.refuse("draft_vocab_size", f"is {size} but vocab_size is {vocab_size}")
+    return size if size < vocab_size else None
+
+
+def _capture_layer_ids(reader: _Reader, num_target_layers: int | None) -> tuple[int, ...]:
     ids = reader.get("target_layer_ids")
     if not isinstance(ids, list | tuple) or not ids:
         problem = "is missing" if ids is None else f"is {ids!r}, a list of layer numbers is needed"
         raise reader.refuse("target_layer_ids", problem)
     for layer_id in ids:
-        if not _is_integer(layer_id) or not 0 <= layer_id < num_target_layers:
+        if not _is_integer(layer_id) or layer_id < 0:
+            raise reader.refuse("target_layer_ids", f"holds {layer_id!r}, a layer's number from 0 is needed")
+        if num_target_layers is not None and layer_id >= num_target_layers:
             raise reader.refuse(
                 "target_layer_ids",
                 f"holds {layer_id!r}, outside 0..{num_target_layers - 1} (num_target_layers is {num_target_layers})",
@@ -256,19 +314,24 @@ def _rope(reader: _Reader) -> dict[str, Any] | None:
 
 def _refuse_unknown(reader: _Reader, config: DraftConfig) -> None:
     """What would change the mathematics but is not implemented; what is switched off does not."""
-    causal = {config.causal(i) for i in range(config.num_hidden_layers)}
-    as_it_is = {"use_qk_norm": True, "causal": causal.pop() if len(causal) == 1 else None}
+    known = DFLASH_KEYS | METADATA_KEYS | {"causal"}
     for key, value in reader.dflash.items():
-        neutral = value == as_it_is[key] if key in as_it_is else not value
-        if key not in DFLASH_KEYS | METADATA_KEYS and not neutral:
+        if key not in known and not _is_neutral(key, value):
             raise reader.refuse(f"dflash_config.{key}", f"is {value!r}, which this version does not know", OTHER_DRAFT)
-    activation = reader.raw.get("hidden_act") or "silu"
-    if activation not in ("silu", "swish"):
-        raise reader.refuse("hidden_act", f"is {activation!r}, known is silu", OTHER_DRAFT)
-    draft_vocab_size = reader.raw.get("draft_vocab_size")
-    if draft_vocab_size not in (None, config.vocab_size):
-        problem = f"is {draft_vocab_size!r} but vocab_size is {config.vocab_size}: a pruned head is not supported yet"
-        raise reader.refuse("draft_vocab_size", problem, OTHER_DRAFT)
+    for key, value in reader.raw.items():
+        read = key in known | TOP_KEYS or key.startswith("_")  # an underscore marks transformers' own notes
+        if not read and MATHEMATICAL.search(key) and not _is_neutral(key, value):
+            raise reader.refuse(key, f"is {value!r}, which this version does not know", OTHER_DRAFT)
+    if reader.raw.get("target_hidden_size") not in (None, config.hidden_size):
+        problem = f"is {reader.raw['target_hidden_size']} but hidden_size is {config.hidden_size}"
+        raise reader.refuse("target_hidden_size", f"{problem}: a draft of another width is not supported", OTHER_DRAFT)
+
+
+def _is_neutral(key: str, value: Any) -> bool:
+    if key in NEUTRAL:
+        return value is None or value in NEUTRAL[key]
+    factor = _is_number(value) and re.search("multiplier|scale", key)
+    return value == 1 if factor else not value
 
 
 def _is_integer(value: Any) -> bool:

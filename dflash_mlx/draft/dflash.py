@@ -15,6 +15,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from .config import DraftConfig
 from .context import DraftContext
+from .drafted import Drafted
 
 # Drafts lose acceptance beyond the contexts they were trained on; a window of this many tokens restores it.
 CONTEXT_LIMIT = 4096
@@ -76,9 +77,11 @@ class DFlashDraft(nn.Module):
     What makes keys and values is stacked over the layers: the rows of `kv_proj` are [k of layer 0, v of layer 0, k of
     layer 1, ..]. One matmul, one norm and one rotation give the K/V of committed tokens for all layers, and a layer's
     own rows give the K/V of the block.
+
+    token_ids: the tokens that the rows of its head stand for, where those are fewer than the target's.
     """
 
-    def __init__(self, config: DraftConfig):
+    def __init__(self, config: DraftConfig, token_ids: mx.array | None = None):
         super().__init__()
         self.config = config
         self.fc = nn.Linear(len(config.capture_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
@@ -89,6 +92,7 @@ class DFlashDraft(nn.Module):
         self.k_norm = KeyNorm(config.num_hidden_layers, config.head_dim, config.rms_norm_eps)
         self.layers = [Layer(config) for _ in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self._token_ids = token_ids
         self.rope = initialize_rope(
             dims=config.head_dim,
             base=config.rope_theta,
@@ -99,7 +103,8 @@ class DFlashDraft(nn.Module):
 
     @property
     def block_size(self) -> int:
-        return self.config.block_size
+        """Nodes that it proposes at most, the anchor included."""
+        return self.config.block_size + self.config.sample_from_anchor
 
     @property
     def mask_token_id(self) -> int:
@@ -148,6 +153,23 @@ class DFlashDraft(nn.Module):
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x)
 
+    def draft(
+        self,
+        anchor: int,
+        num_positions: int,
+        context: DraftContext,
+        target_embed: Callable[[mx.array], mx.array],
+        target_head: Callable[[mx.array], mx.array],
+    ) -> Drafted:
+        """What it says of the `num_positions` tokens behind the anchor; lazy."""
+        rows = num_positions + (not self.config.sample_from_anchor)
+        block = mx.array([[anchor] + [self.mask_token_id] * (rows - 1)])
+        hidden = self(self.embed(block, target_embed), context)[:, rows - num_positions :]
+        # A draft in float16 can overflow; any finite distribution keeps the acceptance exact.
+        is_finite = mx.isfinite(hidden)
+        logits = self.logits(mx.where(is_finite, hidden, 0), target_head)[0]
+        return Drafted(logits, mx.all(is_finite), self._token_ids)
+
     def embed(self, tokens: mx.array, target_embed: Callable[[mx.array], mx.array]) -> mx.array:
         """Tokens [1, L] to the block's inputs [1, L, E]; the draft's own embedding where it has one."""
         embedded = self.get("embed_tokens", target_embed)(tokens)
@@ -155,8 +177,10 @@ class DFlashDraft(nn.Module):
         return embedded if scale == 1.0 else embedded * scale
 
     def logits(self, hidden: mx.array, target_head: Callable[[mx.array], mx.array]) -> mx.array:
-        """Normed hidden [1, L, E] to logits [1, L, V]; the draft's own head where it has one."""
+        """Normed hidden [1, L, E] to logits [1, L, C] of its vocabulary; the draft's own head where it has one."""
         logits = self._head(target_head)(hidden)
+        if self._token_ids is not None and logits.shape[-1] != self._token_ids.size:
+            logits = logits[..., self._token_ids]
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping

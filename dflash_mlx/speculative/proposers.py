@@ -10,6 +10,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from ..draft import DFlashDraft, DraftContext
+from ..draft.drafted import Drafted
 from ..targets.target import Target
 from ..targets.verification import log_softmax
 from .candidates import top_candidates
@@ -104,30 +105,22 @@ class DraftProposer:
     def _drafted(self, anchor: int, positions: int, budget: int, branches: Sequence[Branch]) -> Proposal:
         if not positions:
             return copied(anchor, branches, budget)
-        logits, finite = self._logits(anchor, positions)
+        drafted = self._draft.draft(anchor, positions, self.context, self._target.embed, self._target.lm_head)
         if budget:
-            return tree_proposal(anchor, self._tree(logits, budget, branches), branches, finite)
-        drafted, draft_probs = self._choose(logits)
-        tokens = mx.concatenate([mx.array([anchor]), drafted.astype(mx.int32)])[None]
-        return Proposal.chain(tokens, draft_probs, finite)
+            return tree_proposal(anchor, self._tree(drafted, budget, branches), branches, drafted.finite)
+        chosen, draft_probs = self._choose(drafted)
+        tokens = mx.concatenate([mx.array([anchor]), chosen.astype(mx.int32)])[None]
+        return Proposal.chain(tokens, draft_probs, drafted.finite)
 
-    def _logits(self, anchor: int, positions: int) -> tuple[mx.array, mx.array]:
-        """The draft's logits [positions, V] behind the anchor, and whether all of them mean something."""
-        block = mx.array([[anchor] + [self._draft.mask_token_id] * positions])
-        hidden = self._draft(self._draft.embed(block, self._target.embed), self.context)
-        # A draft in float16 can overflow; any finite distribution keeps the acceptance exact (FIELD: float16 drafts).
-        finite = mx.isfinite(hidden)
-        logits = self._draft.logits(mx.where(finite, hidden, 0)[:, 1:], self._target.lm_head)[0]
-        return logits, mx.all(finite)
-
-    def _choose(self, logits: mx.array) -> tuple[mx.array, mx.array | None]:
+    def _choose(self, drafted: Drafted) -> tuple[mx.array, mx.array | None]:
         """A chain's tokens, and their distributions where they are samples, as long as the width finds worth it."""
         if self._sampler is None:
             if not self._width.reads_probabilities:
-                return mx.argmax(logits, axis=-1), None
-            logprobs, ids = top_candidates(logits, 1)
-            return ids[: self._length(mx.exp(logprobs[:, 0])), 0], None
-        draft_probs = self._sampler.probs(log_softmax(logits))
+                return drafted.tokens(mx.argmax(drafted.logits, axis=-1)[:, None])[:, 0], None
+            logprobs, columns = top_candidates(drafted.logits, 1)
+            return drafted.tokens(columns)[: self._length(mx.exp(logprobs[:, 0])), 0], None
+        probs = self._sampler.probs(log_softmax(drafted.logits))
+        draft_probs = drafted.spread(probs, self._target.anatomy.vocab_size)
         if self._width.reads_probabilities:
             # Not the sample's own probability: a length that depends on the samples would not be exact.
             draft_probs = draft_probs[: self._length(mx.max(draft_probs, axis=-1))]
@@ -141,10 +134,10 @@ class DraftProposer:
                 return position
         return probabilities.size
 
-    def _tree(self, logits: mx.array, budget: int, branches: Sequence[Branch]) -> Tree:
-        if self._sampler is not None:
-            logits = logits / self._sampler.temperature
-        logprobs, ids = top_candidates(logits, self._shape.tree_top_k)
+    def _tree(self, drafted: Drafted, budget: int, branches: Sequence[Branch]) -> Tree:
+        logits = drafted.logits if self._sampler is None else drafted.logits / self._sampler.temperature
+        logprobs, columns = top_candidates(logits, self._shape.tree_top_k)
+        ids = drafted.tokens(columns)
         k = ids.shape[1]
         rows = mx.concatenate([logprobs, ids.astype(mx.float32)], axis=1).tolist()  # ids are exact below 2 ** 24
         return build_tree(
