@@ -167,8 +167,8 @@ class Costs:
             return  # the consumer paused, or the machine did
         self._moments = 0.98 * self._moments + np.outer(x, x)
         self._sums = 0.98 * self._sums + x * (seconds / self._unit)
-        # The prior weighs as a few rounds: directions in which nothing was tried stay as assumed.
-        weight = np.diag(4 * np.array([0.01, 16.0, 16.0]))
+        # The prior weighs less than a few rounds, but directions in which nothing was tried stay as assumed.
+        weight = np.diag([0.04, 8.0, 8.0])
         line = np.linalg.solve(self._moments + weight, self._sums + weight @ self.PRIOR)
         self._line = np.maximum(line, self.PRIOR * 0.05)
 
