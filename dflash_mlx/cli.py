@@ -24,6 +24,7 @@ from .generate import generate, stream_generate
 from .load import load, load_draft
 from .prompt_cache import load_prompt_cache
 from .speculative.sampling import Sampler, make_sampler
+from .text import chat_prompt
 
 DEFAULT = "default"
 
@@ -332,13 +333,6 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
     return prompts[::step][: args.num_prompts]
 
 
-def _encode_all(tokenizer: Any, prompts: list[Prompt]) -> list[list[int]]:
-    if not tokenizer.has_chat_template:
-        return [tokenizer.encode(p.text) for p in prompts]
-    chats = ([{"role": "user", "content": p.text}] for p in prompts)
-    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
-
-
 def run_check(args: argparse.Namespace) -> int:
     if args.conformance:
         return run_conformance(args)
@@ -347,7 +341,7 @@ def run_check(args: argparse.Namespace) -> int:
         raise DFlashError(f"--top-p {args.top_p} is outside (0, 1]; use 1 to switch it off.")
     sampler = make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k)
     model, tokenizer, draft = load_speculative_pair(args)
-    encoded = _encode_all(tokenizer, prompts)
+    encoded = [chat_prompt(tokenizer, p.text) for p in prompts]
     options: dict[str, Any] = {"progress": not args.json, "max_tokens": args.max_tokens or 64} | proposing(args)
     mx.random.seed(args.seed)
     if isinstance(sampler, Sampler):
@@ -366,6 +360,10 @@ def run_conformance(args: argparse.Namespace) -> int:
         ("--num-prompts", args.num_prompts),
         ("--max-tokens", args.max_tokens),
         ("--temp", args.temp or None),
+        ("--tree-budget", args.tree_budget or None),
+        ("--tree-top-k", args.tree_top_k),
+        ("--width", None if args.width == "full" else args.width),
+        ("--ngram", args.ngram or None),
     ):
         if given is not None:
             raise UnsupportedOptionError(f"--conformance checks the target alone, on random tokens; leave out {flag}.")

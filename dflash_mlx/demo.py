@@ -12,6 +12,7 @@ import mlx_lm
 from .bench.measure import Timed, timed
 from .draft import DFlashDraft
 from .generate import stream_generate
+from .text import chat_prompt
 
 
 def demo(
@@ -25,7 +26,7 @@ def demo(
     **options: Any,
 ) -> dict[str, Any]:
     """Stream the answer through `write`; `options` go to stream_generate. Returns the figures of the last line."""
-    tokens = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
+    tokens = chat_prompt(tokenizer, prompt)
 
     def speculative(limit: int, show: Callable[[str], None]) -> Timed:
         def responses():

@@ -257,11 +257,19 @@ def _speculative(
 def _remembering(
     cache: PromptCache, draft: DFlashDraft, proposer: DraftProposer, responses: Iterator[GenerationResponse]
 ) -> Iterator[GenerationResponse]:
-    """Leave the draft context with the cache when the generation ends, however it ends."""
+    """Leave the draft context with the cache when the generation ends or the caller stops it.
+
+    Behind a failure some of the draft's layers may hold more than others: nothing is remembered then.
+    """
+    ended = False
     try:
         yield from responses
+        ended = True
+    except GeneratorExit:
+        ended = True
+        raise
     finally:
-        cache.remember(draft, proposer.context)
+        cache.remember(draft, proposer.context if ended else None)
 
 
 def respond(

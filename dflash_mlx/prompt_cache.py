@@ -32,7 +32,7 @@ class PromptCache(list):
         same = self._draft is draft and self._context is not None and self._context.position == position
         return self._context if same else None
 
-    def remember(self, draft: DFlashDraft, context: DraftContext) -> None:
+    def remember(self, draft: DFlashDraft, context: DraftContext | None) -> None:
         self._draft, self._context, self._stored = draft, context, None
 
 

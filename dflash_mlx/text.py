@@ -63,3 +63,10 @@ class TextStream:
         """What is left when the output ends; may hold a stop string's cut as well."""
         self._detokenizer.finalize()
         return self._filter.push(self._detokenizer.last_segment) + self._filter.flush()
+
+
+def chat_prompt(tokenizer: Any, text: str) -> list[int]:
+    """Tokens of a user's text in the chat template, or of the bare text where the tokenizer has none."""
+    if not tokenizer.has_chat_template:
+        return tokenizer.encode(text)
+    return tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)

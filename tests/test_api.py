@@ -318,6 +318,21 @@ def test_context_of_another_draft_or_another_place_is_not_used(model, draft, tok
     assert second == plain_tokens(model, [*PROMPT, *first, 8], 13)
 
 
+def test_no_context_is_kept_behind_a_failure(model, draft, tokenizer):
+    """Some layers of the draft may hold more than others: the next turn starts without."""
+    cache = dflash_mlx.make_prompt_cache(model)
+    first, _, _ = spoken(model, draft, tokenizer, PROMPT, cache)
+
+    def fails(tokens, logits):
+        raise ValueError("processor")
+
+    with pytest.raises(ValueError, match="processor"):
+        list(stream_generate(model, tokenizer, [8], 5, draft, prompt_cache=cache, logits_processors=[fails]))
+    second, _, statistics = spoken(model, draft, tokenizer, [30], cache)
+    assert statistics.unseen_tokens == len(PROMPT) + 13 + 1
+    assert second == plain_tokens(model, [*PROMPT, *first, 8, 30], 13)
+
+
 def test_kv_bits_on_sliding_windows_is_refused_before_anything_runs(tokenizer):
     windowed = build(
         "llama",

@@ -170,8 +170,54 @@ def test_check_conformance_of_a_target_alone(pair, capsys, monkeypatch):
     assert result["conforms"] and (result["chain"], result["tree"]) == ("pass", "pass") and result["versions"]
     status, _, err = run(capsys, *argv, "--draft", draft)
     assert status == 2 and "leave out --draft" in err
+    status, _, err = run(capsys, *argv, "--tree-budget", 4)
+    assert status == 2 and "leave out --tree-budget" in err
     # A row too many stays in the cache: seen, and said by the exit status.
     commit = KVBlock.commit
     monkeypatch.setattr(KVBlock, "commit", lambda self, path: commit(self, (*path, len(path))))
     status, out, _ = run(capsys, *argv)
     assert status == 1 and out.startswith("DOES NOT CONFORM") and "rollback: FAIL" in out
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--tree-budget", 12, "--tree-top-k", 4),
+        ("--width", "auto"),
+        ("--tree-budget", 12, "--width", 0.05, "--ngram"),
+        ("--ngram",),
+        ("--hint", " w4 w5 w7"),
+    ],
+)
+def test_flags_of_proposals_change_no_text(pair, tmp_path, capsys, flags):
+    target, draft = pair
+    model, tokenizer = mlx_lm.load(target)
+    expected = mlx_lm.generate(model, tokenizer, " w4 w5", max_tokens=20)
+    argv = ("generate", "--model", target, "--prompt", " w4 w5", "-m", "20", "--verbose", "F", *flags)
+    assert run(capsys, *argv, "--draft", draft) == (0, expected + "\n", "")
+    if flags[0] in ("--ngram", "--hint"):
+        assert run(capsys, *argv) == (0, expected + "\n", "")
+        (tmp_path / "hint.txt").write_text(expected)
+        assert run(capsys, *argv, "--hint", f"@{tmp_path}/hint.txt") == (0, expected + "\n", "")
+        status, _, err = run(capsys, *argv, "--hint", f"@{tmp_path}/none.txt")
+        assert status == 2 and "cannot be read" in err and err.count("\n") == 0
+    else:
+        status, _, err = run(capsys, *argv)
+        assert status == 2 and "needs a draft" in err
+    if "--hint" not in flags:
+        checked = ("check", "--model", target, "--num-prompts", 2, "-m", 12, "--json", *flags)
+        assert json.loads(run(capsys, *checked, "--draft", draft)[1])["lossless"]
+
+
+def test_bench_compares_lists_of_budgets_and_widths(pair, capsys):
+    target, draft = pair
+    argv = ("bench", "--model", target, "--draft", draft, "--num-prompts", 1, "-m", 12, "--no-costs", "--json")
+    status, out, _ = run(capsys, *argv, "--tree-budgets", "0,6", "--width", "full,auto")
+    rows = json.loads(out)["settings"]
+    assert status == 0 and [(r["tree_budget"], r["width"]) for r in rows] == [
+        (0, "full"),
+        (0, "auto"),
+        (6, "full"),
+        (6, "auto"),
+    ]
+    assert all(r["identical"] == 1 for r in rows)

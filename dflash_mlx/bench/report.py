@@ -14,6 +14,7 @@ from tqdm import tqdm
 from .. import machine
 from ..draft import DFlashDraft
 from ..speculative.statistics import Statistics
+from ..text import chat_prompt
 from .measure import Timed, round_cost, run_plain, run_speculative
 from .prompts import Prompt
 
@@ -56,10 +57,7 @@ def run_bench(
     progress: bool = True,
 ) -> dict[str, Any]:
     """Plain decoding and every setting in turn on every prompt, greedy."""
-    encoded = [
-        tokenizer.apply_chat_template([{"role": "user", "content": p.text}], add_generation_prompt=True)
-        for p in prompts
-    ]
+    encoded = [chat_prompt(tokenizer, p.text) for p in prompts]
     mx.reset_peak_memory()
     run_plain(model, tokenizer, encoded[0], 8)
     for setting in settings:  # the first runs compile kernels
