@@ -98,7 +98,7 @@ def test_a_missing_key_is_named(key: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("architectures", ["DFlash9DraftModel"], "architectures names DFlash9DraftModel, known is DFlashDraftModel"),
+        ("architectures", ["DFlash9DraftModel"], "architectures names DFlash9DraftModel, known are DFlashDraftModel"),
         ("architectures", "DFlashDraftModel", "a list of names is needed"),
         ("dflash_config", [1], r"dflash_config is \[1\], an object is needed"),
         ("hidden_size", "64", "hidden_size is '64', an integer of at least 1"),
@@ -276,7 +276,7 @@ def test_a_whole_language_model_is_no_draft(tmp_path: Path, config: dict[str, An
 
 
 def test_another_draft_architecture_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="architectures names MyDraftModel, known is DFlashDraftModel"):
+    with pytest.raises(CheckpointError, match="architectures names MyDraftModel, known are DFlashDraftModel"):
         load_draft(write(tmp_path, published_weights(), edited("architectures", ["MyDraftModel"])))
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from dflash.model_mlx import DFlashConfig, DFlashDraftModel
+from dflash.model_mlx import DFlash2DraftModel, DFlashConfig, DFlashDraftModel
 from mlx.utils import tree_flatten
 
 OUT = Path(__file__).parent.parent / "tests" / "data" / "draft_reference"
@@ -72,6 +72,15 @@ def published(pattern: str, heads: int, kv_heads: int, block_size: int, **more: 
     changes = window(24, *kinds, **sizes, block_size=block_size, rope_theta=1e6, **more)
     rounds = [(19, block_size), (block_size, block_size), (1, block_size), (5, block_size // 2)]
     return changes, dflash, rounds, {"ring_order": SLIDING in kinds}
+
+
+def dflash2(kernel_size: int, group_size: int, rank: int, top_k: int, *kinds: str, **more: Any) -> Any:
+    """A DFlash 2 draft; the last rounds draft fewer rows than the convolutions' kernels reach."""
+    sizes = {"conv_kernel_size": kernel_size, "conv_group_size": group_size}
+    dflash = sizes | {"selector_rank": rank, "selector_top_k": top_k} | more.pop("dflash", {})
+    kinds = kinds or (FULL, FULL)
+    changes = window(12, *kinds, architectures=["DFlash2DraftModel"], **more)
+    return changes, dflash, [(11, 8), (1, 8), (8, 8), (3, 3), (5, 2)], {"ring_order": SLIDING in kinds}
 
 
 # name: (changes to BASE, changes to dflash_config, rounds of (committed tokens, block), other options)
@@ -134,6 +143,21 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[tuple[int, int]], di
     "published_kimi_k2": published("ffffff", 8, 1, 8, rope_scaling=YARN),
     "published_minimax_m2": published("fffff", 8, 2, 16),
     "published_glm_5_1": published("sssss", 8, 2, 16, is_causal=False),
+    "dflash2": dflash2(4, 8, 16, 5),
+    "dflash2_kernel_1": dflash2(1, 8, 16, 5),
+    "dflash2_kernel_above_block": dflash2(9, 8, 16, 5),
+    "dflash2_group_1": dflash2(3, 1, 4, 8),
+    "dflash2_one_group": dflash2(2, 32, 8, 1),
+    "dflash2_all_tokens": dflash2(2, 16, 8, VOCAB),
+    "dflash2_sliding": dflash2(4, 8, 16, 5, SLIDING, SLIDING, FULL),
+    "dflash2_causal": dflash2(4, 8, 16, 5, is_causal=True),
+    "dflash2_transforms": dflash2(
+        4,
+        8,
+        16,
+        5,
+        dflash={"input_embedding_scale": 5.5, "output_multiplier": 0.4, "final_logit_softcapping": 3.0},
+    ),
 }
 
 
@@ -144,6 +168,8 @@ def draw(seed: int, name: str, shape: tuple[int, ...]) -> mx.array:
         values = 1 + 0.1 * values
     elif name.endswith("weight") and len(shape) == 2 and not name.startswith("target_embed"):
         values *= 1.5 / shape[1] ** 0.5
+    elif name.endswith("base_kernel"):
+        values *= 0.7
     return mx.array(values.astype(np.float32))
 
 
@@ -166,7 +192,8 @@ def official_draft(raw: dict[str, Any], seed: int) -> tuple[DFlashDraftModel, di
     plain = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
     plain += ("intermediate_size", "vocab_size", "rms_norm_eps", "max_position_embeddings", "num_target_layers")
     scales = ("input_embedding_scale", "output_multiplier")
-    draft = DFlashDraftModel(
+    scales += ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    draft = (DFlash2DraftModel if raw["architectures"] == ["DFlash2DraftModel"] else DFlashDraftModel)(
         DFlashConfig(
             **{key: raw[key] for key in plain},
             **{key: dflash[key] for key in scales if key in dflash},
@@ -187,8 +214,10 @@ def official_draft(raw: dict[str, Any], seed: int) -> tuple[DFlashDraftModel, di
                 rows, columns = layer.self_attn[name].weight.shape
                 layer.self_attn[name] = nn.Linear(columns, rows, bias=True)
     tensors = {name: tuple(value.shape) for name, value in tree_flatten(draft.parameters())}
-    draft.load_weights([(name, draw(seed, name, shape)) for name, shape in tensors.items()])
-    return draft, {name: list(shape) for name, shape in tensors.items()}
+    # Codebooks are published without the suffix; the official loader adds it.
+    names = {name: name.removesuffix(".weight") if name.endswith("codebook.weight") else name for name in tensors}
+    draft.load_weights([(name, draw(seed, names[name], shape)) for name, shape in tensors.items()])
+    return draft, {names[name]: list(shape) for name, shape in tensors.items()}
 
 
 class LateRope(nn.Module):
@@ -220,6 +249,17 @@ def caches(draft: DFlashDraftModel, offset: int) -> list[Any]:
     return made
 
 
+def selections(draft: DFlash2DraftModel, hidden: mx.array, anchor: int, i: int) -> dict[str, np.ndarray]:
+    """The greedy path, and the distributions along one sampled path (its tokens are saved with them)."""
+    logits, anchors = draft.compute_logits(hidden), mx.array([anchor])
+    greedy, _, _ = draft.candidate_selector.select(hidden, logits, anchors, 0.0)
+    mx.random.seed(i)
+    path, candidates, probs = draft.candidate_selector.select(hidden, logits, anchors, 0.8)
+    over_tokens = mx.put_along_axis(mx.zeros(logits.shape), candidates, probs, axis=-1)
+    found = {"greedy": greedy, "sampled": path, "draft_probs": over_tokens}
+    return {f"{name}_{i}": np.array(x[0]) for name, x in found.items()}
+
+
 def run_case(name: str) -> None:
     changes, dflash_changes, rounds, options = CASES[name]
     raw = {**BASE, **changes, "dflash_config": {**BASE["dflash_config"], **dflash_changes}}
@@ -242,6 +282,8 @@ def run_case(name: str) -> None:
         assert difference < 1e-4 or options.get("ring_order"), (name, i, difference)
         results[f"hidden_{i}"] = np.array(hidden)
         results[f"logits_{i}"] = np.array(draft.compute_logits(hidden))
+        if isinstance(draft, DFlash2DraftModel):
+            results |= selections(draft, hidden[:, 1:], anchor, i)
     description = {"config": raw, "seed": seed, "tensors": tensors, "rounds": rounds, "options": options}
     np.savez_compressed(OUT / f"{name}.npz", description=json.dumps(description), **results)
     print(f"{name}: {len(rounds)} rounds, last difference of grown and fresh caches {difference:.1e}")

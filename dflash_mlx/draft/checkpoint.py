@@ -17,6 +17,8 @@ from .config import ARCHITECTURES, DraftConfig, parse_config
 from .dflash import DFlashDraft
 
 SUFFIXES = ("weight", "scales", "biases", "bias")
+# Tables that are published without the suffix of a module's weight.
+CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 AGAIN = "download the draft again"
 
 
@@ -32,7 +34,7 @@ def load_draft(path_or_repo: str | Path, *, dtype: mx.Dtype | None = None) -> DF
     _refuse_whole_model(raw, path)
     config = parse_config(raw, str(path / "config.json"))
     quantization = _quantization(raw, path)
-    weights = _read_weights(path)
+    weights = published_names(_read_weights(path))
     token_ids = _token_ids(weights, config, path)
     weights = _uniform_kv(weights, config, quantization, path)
     draft = _build(DFlashDraft(config, token_ids), weights, quantization, path)
@@ -71,7 +73,7 @@ def stack(weights: dict[str, mx.array], config: DraftConfig) -> dict[str, mx.arr
         parts = [weights.pop(f"{name}.{suffix}", None) for name in kv_names(config)]
         if parts[0] is not None:
             weights[f"kv_proj.{suffix}"] = mx.concatenate(parts)
-    return weights
+    return {f"{name}.weight" if name in CODEBOOKS else name: x for name, x in weights.items()}
 
 
 def unstack(weights: dict[str, mx.array], config: DraftConfig) -> dict[str, mx.array]:
@@ -84,7 +86,13 @@ def unstack(weights: dict[str, mx.array], config: DraftConfig) -> dict[str, mx.a
         if stacked is not None:
             for i, name in enumerate(kv_names(config)):
                 weights[f"{name}.{suffix}"] = stacked[i * rows : (i + 1) * rows]
-    return weights
+    return published_names(weights)
+
+
+def published_names(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Names that packagings write in several ways, in the authors' way."""
+    plain = {f"{name}.weight": name for name in CODEBOOKS if f"{name}.scales" not in weights}
+    return {plain.get(name, name): x for name, x in weights.items()}
 
 
 def kv_names(config: DraftConfig) -> list[str]:

@@ -12,7 +12,8 @@ from ..errors import CheckpointError
 from . import speculators
 
 # What a draft's authors write under `architectures`.
-ARCHITECTURES = ("DFlashDraftModel",)
+DFLASH, DFLASH2 = "DFlashDraftModel", "DFlash2DraftModel"
+ARCHITECTURES = (DFLASH, DFLASH2)
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 # Keys that stand in `dflash_config` or, in older checkpoints, beside it.
@@ -27,6 +28,8 @@ DFLASH_KEYS = {
     "draft_vocab_size",
     "sample_from_anchor",
 }
+# The same of DFlash 2 only.
+DFLASH2_KEYS = {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
 # Keys of `dflash_config` that describe a training or a packaging and change nothing.
 METADATA_KEYS = {
     "attention_backend",
@@ -90,6 +93,22 @@ OTHER_DRAFT = "use a draft without it or a version of dflash_mlx that has it"
 
 
 @dataclass(frozen=True)
+class Convolution:
+    """Causal convolutions around attention and MLP; the channels of a group share what a row adds to its kernel."""
+
+    kernel_size: int
+    group_size: int
+
+
+@dataclass(frozen=True)
+class Selector:
+    """The path through the `top_k` best tokens of every position is chosen by scores of neighbours, of this rank."""
+
+    rank: int
+    top_k: int
+
+
+@dataclass(frozen=True)
 class DraftConfig:
     """A draft, of whatever family.
 
@@ -126,6 +145,12 @@ class DraftConfig:
     final_logit_softcapping: float | None = None
     draft_vocab_size: int | None = None
     sample_from_anchor: bool = False
+    convolution: Convolution | None = None
+    selector: Selector | None = None
+
+    @property
+    def family(self) -> str:
+        return "DFlash 1" if self.selector is None else "DFlash 2"
 
     def window(self, layer: int) -> int | None:
         """Positions a layer's rows look back over, themselves included; None for all."""
@@ -182,6 +207,8 @@ def parse_config(raw: dict[str, Any], where: str) -> DraftConfig:
         final_logit_softcapping=soft_cap if soft_cap > 0 else None,
         draft_vocab_size=_draft_vocab_size(reader, vocab_size),
         sample_from_anchor=bool(reader.boolean("sample_from_anchor", False)),
+        convolution=_convolution(reader, hidden_size),
+        selector=_selector(reader, vocab_size),
     )
     _refuse_unknown(reader, config)
     return config
@@ -202,7 +229,7 @@ class _Reader:
 
     def get(self, key: str) -> Any:
         """The value where it stands, null counting as absent; `dflash_config` goes before the top level."""
-        value = self.dflash.get(key) if key in DFLASH_KEYS else None
+        value = self.dflash.get(key) if key in DFLASH_KEYS | DFLASH2_KEYS else None
         return self.raw.get(key) if value is None else value
 
     def integer(self, key: str, minimum: int, default: int | None = None) -> int:
@@ -235,7 +262,10 @@ class _Reader:
             raise self.refuse("architectures", f"is {names!r}, a list of names is needed")
         if names and not any(name in ARCHITECTURES for name in names):
             known = ", ".join(ARCHITECTURES)
-            raise self.refuse("architectures", f"names {', '.join(map(str, names))}, known is {known}", OTHER_DRAFT)
+            raise self.refuse("architectures", f"names {', '.join(map(str, names))}, known are {known}", OTHER_DRAFT)
+
+    def is_a(self, architecture: str) -> bool:
+        return architecture in (self.raw.get("architectures") or [])
 
 
 def _layers(reader: _Reader, num_hidden_layers: int) -> tuple[tuple[str, ...], int | None]:
@@ -312,9 +342,27 @@ def _rope(reader: _Reader) -> dict[str, Any] | None:
     return rope
 
 
+def _convolution(reader: _Reader, hidden_size: int) -> Convolution | None:
+    if not reader.is_a(DFLASH2):
+        return None
+    group_size = reader.integer("conv_group_size", 1)
+    if hidden_size % group_size:
+        raise reader.refuse("conv_group_size", f"is {group_size}, which does not divide hidden_size {hidden_size}")
+    return Convolution(reader.integer("conv_kernel_size", 1), group_size)
+
+
+def _selector(reader: _Reader, vocab_size: int) -> Selector | None:
+    if not reader.is_a(DFLASH2):
+        return None
+    top_k = reader.integer("selector_top_k", 1)
+    if top_k > vocab_size:
+        raise reader.refuse("selector_top_k", f"is {top_k} but vocab_size is {vocab_size}")
+    return Selector(reader.integer("selector_rank", 1), top_k)
+
+
 def _refuse_unknown(reader: _Reader, config: DraftConfig) -> None:
     """What would change the mathematics but is not implemented; what is switched off does not."""
-    known = DFLASH_KEYS | METADATA_KEYS | {"causal"}
+    known = DFLASH_KEYS | METADATA_KEYS | {"causal"} | (DFLASH2_KEYS if config.selector else set())
     for key, value in reader.dflash.items():
         if key not in known and not _is_neutral(key, value):
             raise reader.refuse(f"dflash_config.{key}", f"is {value!r}, which this version does not know", OTHER_DRAFT)

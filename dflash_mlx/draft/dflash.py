@@ -1,12 +1,13 @@
 """A DFlash draft proposes a whole block in one forward, from the target's hidden states of committed tokens.
 
 One Qwen3-style network (DFlash, Z Lab): queries come from the block [anchor, mask, ..]; keys and values from the
-committed tokens' projected target hidden states and from the block itself.
+committed tokens' projected target hidden states and from the block itself. Later families add parts of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,6 +16,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from .config import DraftConfig
 from .context import DraftContext
+from .dflash2 import CandidateSelector, GroupedConvolution
 from .drafted import Drafted
 
 # Drafts lose acceptance beyond the contexts they were trained on; a window of this many tokens restores it.
@@ -69,10 +71,13 @@ class Layer(nn.Module):
         self.mlp = MLP(config.hidden_size, config.intermediate_size)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.convolution is not None:
+            self.attention_conv = GroupedConvolution(config.hidden_size, config.convolution)
+            self.mlp_conv = GroupedConvolution(config.hidden_size, config.convolution)
 
 
 class DFlashDraft(nn.Module):
-    """DFlash 1.
+    """The network of every family; the config says which parts it has.
 
     What makes keys and values is stacked over the layers: the rows of `kv_proj` are [k of layer 0, v of layer 0, k of
     layer 1, ..]. One matmul, one norm and one rotation give the K/V of committed tokens for all layers, and a layer's
@@ -93,6 +98,8 @@ class DFlashDraft(nn.Module):
         self.layers = [Layer(config) for _ in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self._token_ids = token_ids
+        if config.selector is not None:
+            self.candidate_selector = CandidateSelector(config.vocab_size, config.hidden_size, config.selector)
         self.rope = initialize_rope(
             dims=config.head_dim,
             base=config.rope_theta,
@@ -149,8 +156,9 @@ class DFlashDraft(nn.Module):
         x = inputs.astype(self.dtype)
         masks = self._masks(x.shape[1], context)
         for i, layer in enumerate(self.layers):
-            x = x + self._attend(i, layer.self_attn, layer.input_layernorm(x), context, masks[i])
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            attend = partial(self._attend, i, layer.self_attn, context=context, mask=masks[i])
+            x = x + _between(layer.get("attention_conv"), attend, layer.input_layernorm(x))
+            x = x + _between(layer.get("mlp_conv"), layer.mlp, layer.post_attention_layernorm(x))
         return self.norm(x)
 
     def draft(
@@ -167,8 +175,9 @@ class DFlashDraft(nn.Module):
         hidden = self(self.embed(block, target_embed), context)[:, rows - num_positions :]
         # A draft in float16 can overflow; any finite distribution keeps the acceptance exact.
         is_finite = mx.isfinite(hidden)
-        logits = self.logits(mx.where(is_finite, hidden, 0), target_head)[0]
-        return Drafted(logits, mx.all(is_finite), self._token_ids)
+        hidden = mx.where(is_finite, hidden, 0)
+        drafted = Drafted(self.logits(hidden, target_head)[0], mx.all(is_finite), self._token_ids)
+        return self.candidate_selector(drafted, hidden[0], anchor) if "candidate_selector" in self else drafted
 
     def embed(self, tokens: mx.array, target_embed: Callable[[mx.array], mx.array]) -> mx.array:
         """Tokens [1, L] to the block's inputs [1, L, E]; the draft's own embedding where it has one."""
@@ -200,7 +209,7 @@ class DFlashDraft(nn.Module):
         return [made[kind] for kind in kinds]
 
     def _attend(
-        self, i: int, attention: Attention, x: mx.array, context: DraftContext, mask: mx.array | str | None
+        self, i: int, attention: Attention, x: mx.array, *, context: DraftContext, mask: mx.array | str | None
     ) -> mx.array:
         config, length = self.config, x.shape[1]
         queries = attention.q_proj(x).reshape(1, length, config.num_attention_heads, config.head_dim)
@@ -244,6 +253,14 @@ class DFlashDraft(nn.Module):
         else:
             out = x @ kv_proj.weight[rows].T
         return out + kv_proj.bias[rows] if "bias" in kv_proj else out
+
+
+def _between(conv: GroupedConvolution | None, part: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+    """A part of a layer with its convolutions before and behind it, where there are any."""
+    if conv is None:
+        return part(x)
+    x, kernel = conv.before(x)
+    return conv.behind(part(x), kernel)
 
 
 def finite(x: mx.array) -> mx.array:
