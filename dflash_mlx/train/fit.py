@@ -32,7 +32,8 @@ class Settings:
 
     batch_size: sequences a step. num_anchors: blocks of a sequence. decay: γ of the weights exp(−(k − 1) / γ) of
     slots k. distillation: share of the loss that is cross-entropy with the target's distribution. vocabulary: most
-    frequent tokens that the loss is over. muon_rate is for matrices, adamw_rate for the rest.
+    frequent tokens that the loss is over. muon_rate is for matrices, adamw_rate for the rest; both are reached after
+    `warmup_steps`, stand, and fall to 0 as a cosine in the last `cooldown` of the run (1: all of it).
     """
 
     num_steps: int = 1000
@@ -44,6 +45,7 @@ class Settings:
     muon_rate: float = 5e-3
     adamw_rate: float = 2e-3
     warmup_steps: int = 20
+    cooldown: float = 1.0
     clip_norm: float = 1.0
     seed: int = 0
 
@@ -53,6 +55,8 @@ class Settings:
                 raise DFlashError(f"{name} is {getattr(self, name)}; use 1 or more.")
         if not 0 <= self.distillation <= 1:
             raise DFlashError(f"distillation is {self.distillation}; use 0 to 1.")
+        if not 0 <= self.cooldown <= 1:
+            raise DFlashError(f"cooldown is {self.cooldown}; use 0 to 1.")
         if self.decay <= 0:
             raise DFlashError(f"decay is {self.decay}; use a number above 0.")
 
@@ -277,9 +281,10 @@ class Trainer:
 
 
 def _rate(peak: float, settings: Settings, step: mx.array) -> mx.array:
-    """Linear warm-up, then a cosine to 0."""
+    """Linear warm-up, then `peak`, at last a cosine to 0."""
     warmup = min(settings.warmup_steps, settings.num_steps)
-    done = (step - warmup) / max(1, settings.num_steps - warmup)
+    flat = max(warmup, round(settings.num_steps * (1 - settings.cooldown)))
+    done = (step - flat) / max(1, settings.num_steps - flat)
     cosine = 0.5 * (1 + mx.cos(math.pi * mx.clip(done, 0.0, 1.0)))
     return peak * mx.where(step < warmup, (step + 1) / max(1, warmup), cosine)
 
