@@ -25,6 +25,7 @@ from .load import load, load_draft
 from .prompt_cache import load_prompt_cache
 from .speculative.sampling import Sampler, make_sampler
 from .text import chat_prompt
+from .train.cli import add_train
 
 DEFAULT = "default"
 
@@ -98,6 +99,8 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--max-tokens", "-m", type=int, default=128)
     command.add_argument("--json", action="store_true")
     command.set_defaults(run=run_demo)
+
+    add_train(commands, load_pair)
 
     command = commands.add_parser("doctor", help="what is slow or wrong on this machine")
     command.add_argument("--json", action="store_true")

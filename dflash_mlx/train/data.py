@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from safetensors import safe_open
 
 from ..errors import DFlashError
 
@@ -122,6 +123,47 @@ def data_files(paths: Sequence[Path]) -> list[Path]:
     if not files:
         raise DFlashError(f"{', '.join(map(str, paths))} holds no training data; write some with `train data`.")
     return files
+
+
+def join(shards: Sequence[Shard]) -> Shard:
+    """All conversations in one, padded to the longest."""
+    length = max(shard.ids.shape[1] for shard in shards)
+
+    def padded(array: np.ndarray, value: int) -> np.ndarray:
+        return np.pad(array, ((0, 0), (0, length - array.shape[1])), constant_values=value)
+
+    return Shard(
+        np.concatenate([padded(shard.ids, 0) for shard in shards]),
+        np.concatenate([padded(shard.role, PADDING) for shard in shards]),
+    )
+
+
+def without(shard: Shard, held_out: Shard) -> np.ndarray:
+    """Numbers of the conversations of `shard` that are not in `held_out`."""
+    held = {ids.tobytes() for ids, _ in rows(held_out)}
+    return np.array([i for i, (ids, _) in enumerate(rows(shard)) if ids.tobytes() not in held], dtype=int)
+
+
+class StoredHidden:
+    """Hidden states beside the shards of `files`, read row by row; None where a shard has none."""
+
+    def __init__(self, files: Sequence[Path]):
+        self._index: list[tuple[Path, int]] = []
+        for file in files:
+            self._index += [(hidden_path(file), row) for row in range(len(read_shard(file).ids))]
+
+    @staticmethod
+    def of(files: Sequence[Path]) -> StoredHidden | None:
+        return StoredHidden(files) if all(hidden_path(file).exists() for file in files) else None
+
+    def __call__(self, rows: Sequence[int]) -> mx.array:
+        """[B, L, n_captured × E] of conversations, zeros behind the shorter ones."""
+        found = []
+        for file, row in (self._index[i] for i in rows):
+            with safe_open(str(file), framework="numpy") as tensors:
+                found.append(tensors.get_slice("hidden")[row])
+        length = max(len(array) for array in found)
+        return mx.array(np.stack([np.pad(array, ((0, length - len(array)), (0, 0))) for array in found]))
 
 
 def digest(files: Sequence[Path]) -> str:

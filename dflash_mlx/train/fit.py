@@ -111,10 +111,17 @@ class TargetSide:
         self._draft = draft
         self._anatomy = dissect(model)
         self._taps = Taps(model, draft.capture_layer_ids)
+        self.prune(vocabulary)
+
+    def prune(self, vocabulary: np.ndarray) -> None:
+        """Let logits be over these tokens."""
         self.vocabulary = mx.array(vocabulary)
         # A linear head of whatever packing, as a matrix: its image of the identity.
-        self.head = self._anatomy.lm_head(mx.eye(draft.config.hidden_size))[:, self.vocabulary].astype(mx.float32)
-        mx.eval(self.head)
+        width = self._draft.config.hidden_size
+        bias = self._anatomy.lm_head(mx.zeros((1, width)))
+        self.head = (self._anatomy.lm_head(mx.eye(width)) - bias)[:, self.vocabulary].astype(mx.float32)
+        self.bias = bias[:, self.vocabulary].astype(mx.float32)
+        mx.eval(self.head, self.bias)
 
     def hidden(self, ids: mx.array) -> tuple[mx.array, mx.array]:
         """Of ids [B, L]: target hidden [B, L, n_captured × E] and logits [B, L, vocabulary], both lazy."""
@@ -133,8 +140,10 @@ class TargetSide:
         return (embedded * self._anatomy.embedding_scale).astype(mx.float32)
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """Normed hidden of the draft [.., E] to logits [.., vocabulary]."""
-        return self._anatomy.logits_transform((hidden * self._draft.config.output_multiplier) @ self.head)
+        """Normed hidden of the draft [.., E] to logits [.., vocabulary], as the draft itself would give them."""
+        logits = (hidden @ self.head + self.bias) * self._draft.config.output_multiplier
+        cap = self._draft.config.final_logit_softcapping
+        return mx.tanh(logits / cap) * cap if cap else logits
 
 
 def slots_hidden(draft: DFlashDraft, inputs: mx.array, hidden: mx.array, anchors: mx.array) -> mx.array:
@@ -143,11 +152,36 @@ def slots_hidden(draft: DFlashDraft, inputs: mx.array, hidden: mx.array, anchors
     return out.reshape(*anchors.shape, draft.block_size, -1)[:, :, 1:]
 
 
+TRAINABLE = frozenset({"fc", "hidden_norm", "kv_proj", "k_norm", "layers", "norm", "rope"})
+
+
+def check_trainable(draft: DFlashDraft) -> None:
+    """DFlashError for drafts that the trainer's forward does not know."""
+    parts = set(draft.children()) - TRAINABLE
+    parts |= {name for layer in draft.layers for name in layer.children() if name.endswith("_conv")}
+    if parts:
+        raise DFlashError(f"This draft has {', '.join(sorted(parts))}, which `fit` cannot train; use a DFlash 1 draft.")
+    if "scales" in draft.kv_proj:
+        raise DFlashError("A quantized draft cannot be trained; give the draft that it was made from.")
+    if draft.config.sample_from_anchor:
+        raise DFlashError("This draft predicts from its anchor too, which `fit` cannot train; use another draft.")
+
+
 class Trainer:
     """Trains `draft` in place; `step` numbers the steps done."""
 
-    def __init__(self, model: nn.Module, draft: DFlashDraft, shard: Shard, settings: Settings):
-        self.draft, self.shard, self.settings = draft, shard, settings
+    def __init__(
+        self,
+        model: nn.Module,
+        draft: DFlashDraft,
+        shard: Shard,
+        settings: Settings,
+        stored: Callable[[Sequence[int]], mx.array] | None = None,
+    ):
+        """stored: hidden states [B, L, n_captured × E] of rows of `shard`, where the data keep them."""
+        check_trainable(draft)
+        draft.set_dtype(mx.float32)
+        self.draft, self.shard, self.settings, self._stored = draft, shard, settings, stored
         self.vocabulary = vocabulary_of(shard, settings.vocabulary)
         self.target = TargetSide(model, draft, self.vocabulary)
         self.step = 0
@@ -177,22 +211,18 @@ class Trainer:
         for _ in range(left if num_steps is None else min(left, num_steps)):
             settings = self.settings
             rng = np.random.default_rng((settings.seed, 2, self.step))
-            batch = make_batch(
-                self.shard,
-                self.rows_of(self.step),
-                self.vocabulary,
-                self.draft.block_size,
-                settings.num_anchors,
-                settings.decay,
-                rng,
-            )
-            loss = self._train_on(batch)
+            rows, size = self.rows_of(self.step), self.draft.block_size
+            batch = make_batch(self.shard, rows, self.vocabulary, size, settings.num_anchors, settings.decay, rng)
+            loss = self._train_on(batch, rows)
             self.step += 1
             yield loss
 
-    def _train_on(self, batch: Batch) -> float:
+    def _train_on(self, batch: Batch, rows: Sequence[int]) -> float:
         ids, anchors = mx.array(batch.ids), mx.array(batch.anchors)
-        hidden, target_logits = self.target.hidden(ids)
+        if self._stored is None or self.settings.distillation:
+            hidden, target_logits = self.target.hidden(ids)
+        else:
+            hidden, target_logits = self._stored(rows).astype(mx.float32), mx.zeros(0)
         loss, grads = self._loss_and_grad(
             self.target.inputs(ids, anchors),
             mx.stop_gradient(hidden / self.scale),
@@ -238,20 +268,24 @@ class Trainer:
         directory.mkdir(parents=True, exist_ok=True)
         arrays = {f"draft.{name}": array for name, array in tree_flatten(self.draft.parameters())}
         arrays |= {f"optimizer.{name}": array for name, array in tree_flatten(self.optimizer.state)}
-        arrays["scale"] = self.scale
+        arrays |= {"scale": self.scale, "vocabulary": mx.array(self.vocabulary)}
         metadata = {"step": str(self.step), "settings": json.dumps(asdict(self.settings))}
         replace(
             directory / "trainer.safetensors", lambda file: mx.save_safetensors(str(file), arrays, metadata=metadata)
         )
 
     def resume(self, directory: Path) -> bool:
-        """Go on from a checkpoint where there is one; DFlashError when it is of another run."""
+        """Go on from a checkpoint where there is one; DFlashError when it is of another run.
+
+        A run may be made longer or shorter: only the steps after the change differ.
+        """
         file = directory / "trainer.safetensors"
         if not file.exists():
             return False
         arrays, metadata = mx.load(str(file), return_metadata=True)
         known, wanted = json.loads(metadata["settings"]), asdict(self.settings)
-        if other := [name for name in wanted if known.get(name) != wanted[name]]:
+        free = ("num_steps", "cooldown")
+        if other := [name for name in wanted if name not in free and known.get(name) != wanted[name]]:
             name = other[0]
             raise DFlashError(
                 f"{file} was trained with {name} {known.get(name)!r}, not {wanted[name]!r}; "
@@ -261,16 +295,23 @@ class Trainer:
         self.draft.load_weights(draft)
         state = [(name.removeprefix("optimizer."), a) for name, a in arrays.items() if name.startswith("optimizer.")]
         self.optimizer.state = tree_unflatten(state)
-        self.scale = arrays["scale"]
+        self.scale, self.vocabulary = arrays["scale"], np.array(arrays["vocabulary"])
+        self.target.prune(self.vocabulary)
         self.step = int(metadata["step"])
         return True
 
-    def export(self, directory: Path, raw_config: dict[str, Any], provenance: dict[str, Any]) -> None:
+    def export(
+        self,
+        directory: Path,
+        raw_config: dict[str, Any],
+        provenance: dict[str, Any],
+        dtype: mx.Dtype = mx.bfloat16,
+    ) -> None:
         """The draft in the published format, with the scale of the features folded in, and how it was made."""
         directory.mkdir(parents=True, exist_ok=True)
         weights = dict(tree_flatten(self.draft.parameters()))
         weights["fc.weight"] = weights["fc.weight"] / self.scale
-        published = tree_map(lambda array: array.astype(mx.bfloat16), unstack(weights, self.draft.config))
+        published = tree_map(lambda array: array.astype(dtype), unstack(weights, self.draft.config))
         replace(
             directory / "model.safetensors",
             lambda file: mx.save_safetensors(str(file), published, metadata={"format": "mlx"}),
@@ -325,6 +366,3 @@ def evaluate(
         "acceptance_by_position": by_position,
         "num_blocks": len(hits),
     }
-
-
-Report = Callable[[dict[str, Any]], None]

@@ -206,6 +206,20 @@ def answer(
     yield Shard(ids, role)
 
 
+def captured(model: nn.Module, ids: np.ndarray, capture_layer_ids: tuple[int, ...], rows: int = 4) -> mx.array:
+    """What the target's layers give for finished conversations [B, L]: float16 [B, L, n_captured × E]."""
+    taps = Taps(model, capture_layer_ids)
+    found = []
+    for first in range(0, len(ids), rows):
+        with swapped(taps.swaps):
+            model(mx.array(ids[first : first + rows]))
+            hidden = taps.take()
+        assert hidden is not None
+        found.append(hidden.astype(mx.float16))
+        mx.eval(found[-1])
+    return mx.concatenate(found)
+
+
 def _sampler(temperature: float) -> Any:
     if temperature == 0:
         return lambda logprobs: mx.argmax(logprobs, axis=-1)
