@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 
 from ..draft import DFlashDraft, parse_config
 from ..draft.checkpoint import stack
+from ..draft.published import FORMAT
 from ..errors import DFlashError, UnsupportedTargetError
 from ..targets.anatomy import dissect
 
@@ -33,8 +34,7 @@ def draft_config(
     config = config.get("text_config", config)
     heads = config["num_attention_heads"]
     return {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
+        **FORMAT,
         "hidden_size": dissect(model).hidden_size,
         "num_hidden_layers": num_layers,
         "num_attention_heads": heads,
@@ -47,8 +47,6 @@ def draft_config(
         "max_position_embeddings": config.get("max_position_embeddings", 8192),
         "block_size": block_size,
         "num_target_layers": depth,
-        "attention_bias": False,
-        "tie_word_embeddings": True,
         "layer_types": ["full_attention"] * num_layers,
         "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": spread(depth - 1 - num_layers)},
     }
