@@ -275,9 +275,7 @@ class Run:
             hits = []
             for row in range(first, len(self.held_ids), 2):
                 ids, role = self.held_ids[row : row + 1], self.held_role[row : row + 1]
-                anchors, _, _, tokens, whole = batch_of(
-                    ids, role, self.vocabulary, 48, np.random.default_rng((0, row))
-                )
+                anchors, _, _, tokens, whole = batch_of(ids, role, self.vocabulary, 48, np.random.default_rng((0, row)))
                 logits, _ = self.hidden(torch.from_numpy(ids), anchors)
                 right = torch.from_numpy(self.vocabulary)[logits.argmax(-1)] == tokens
                 hits.append((right & whole)[whole[..., 0]])
@@ -293,8 +291,8 @@ class Run:
         print(json.dumps(self.curve[-1]), flush=True)
         state = {"draft": self.draft.state_dict(), "muon": self.muon.momenta, "adam": self.adam.state_dict()}
         state |= {"step": self.step, "seconds": self.seconds, "curve": self.curve, "scale": self.scale}
-        torch.save(state, out / ".writing")
-        os.replace(out / ".writing", out / "trainer.pt")
+        torch.save(state, out / "writing.pt")
+        os.replace(out / "writing.pt", out / "trainer.pt")
         (out / "curve.json").write_text(json.dumps(self.curve, indent=1) + "\n")
         weights = {name.replace("__", "."): p.detach().clone() for name, p in self.draft.named_parameters()}
         weights["fc.weight"] /= self.scale
