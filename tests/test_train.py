@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ElementTree
 from itertools import islice
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
@@ -166,6 +167,17 @@ def test_stored_hidden_states_train_as_recomputed_ones_do(tmp_path, target, caps
     assert mx.allclose(stored([3, 4, 5]).astype(mx.float32), hidden, atol=2e-2, rtol=2e-3)
     (tmp_path / "hidden-00001.safetensors").unlink()
     assert StoredHidden.of(files) is None
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "quantized"])
+def test_targets_of_other_weight_types_train_as_well(kind):
+    config = LLAMA | {"intermediate_size": 64, "head_dim": 8}
+    model = build("llama", config, seed=5, dtype=mx.bfloat16)
+    if kind == "quantized":
+        nn.quantize(model, group_size=32, bits=8)
+    raw = draft_config(model, config, num_layers=1, block_size=4, mask_token_id=4)
+    trained = Trainer(model, from_target(model, raw), conversations(), SMALL)
+    assert all(np.isfinite(list(trained.run(3)))) and trained.draft.dtype == mx.float32
 
 
 def test_drafts_that_cannot_be_trained_are_refused():
