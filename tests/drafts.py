@@ -32,6 +32,10 @@ CONFIG = {
 def random_draft(raw: dict = CONFIG, seed: int = 0) -> DFlashDraft:
     mx.random.seed(seed)
     draft = DFlashDraft(parse_config(raw, "config.json"))
+    for layer in draft.layers:
+        for name in ("attention_conv", "mlp_conv"):
+            if name in layer:
+                layer[name].base_kernel = 0.5 * mx.random.normal(layer[name].base_kernel.shape)
     draft.eval()
     mx.eval(draft.parameters())
     return draft
@@ -57,3 +61,12 @@ def save(directory: Path, weights: dict[str, mx.array], shards: int = 1) -> None
         mx.save_safetensors(str(directory / file), {name: weights[name] for name in part})
     index = {"weight_map": {name: file for file, part in files.items() for name in part}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def with_dflash(raw: dict, **changes: object) -> dict:
+    return raw | {"dflash_config": raw["dflash_config"] | changes}
+
+
+def dflash2(raw: dict = CONFIG, *, top_k: int = 6) -> dict:
+    sizes = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": top_k}
+    return with_dflash(raw | {"architectures": ["DFlash2DraftModel"]}, **sizes)

@@ -14,10 +14,11 @@ from ..draft.drafted import Drafted
 from ..targets.target import Target
 from ..targets.verification import log_softmax
 from .candidates import top_candidates
+from .causal import children_along, followed
 from .ngram import Branch, Copies, Source
 from .proposal import Proposal
 from .sampling import Sampler, SamplerFunction
-from .tree import Tree, build_tree
+from .tree import Tree, build_conditioned_tree, build_tree
 from .width import FullWidth, Width
 
 
@@ -60,7 +61,8 @@ class DraftProposer:
     block and of the budget is used.
 
     The topology of a tree and an adaptive width depend on the draft's numbers, so they cost a second read-back a round:
-    the top K, one array of [depth, 2 K]. Chains of full width need none.
+    the top K, one array of [depth, 2 K] or, where tokens depend on those before, one of every depth. Chains of full
+    width need none.
     """
 
     def __init__(
@@ -114,17 +116,32 @@ class DraftProposer:
 
     def _choose(self, drafted: Drafted) -> tuple[mx.array, mx.array | None]:
         """A chain's tokens, and their distributions where they are samples, as long as the width finds worth it."""
+        columns = None
+        if drafted.correction is not None:
+            drafted, columns = followed(drafted, self._column)
         if self._sampler is None:
             if not self._width.reads_probabilities:
-                return drafted.tokens(mx.argmax(drafted.logits, axis=-1)[:, None])[:, 0], None
-            logprobs, columns = top_candidates(drafted.logits, 1)
-            return drafted.tokens(columns)[: self._length(mx.exp(logprobs[:, 0])), 0], None
+                columns = mx.argmax(drafted.logits, axis=-1) if columns is None else columns
+                return drafted.tokens(columns[:, None])[:, 0], None
+            logprobs, best = top_candidates(drafted.logits, 1)
+            columns = best[:, 0] if columns is None else columns
+            return drafted.tokens(columns[:, None])[: self._length(mx.exp(logprobs[:, 0])), 0], None
         probs = self._sampler.probs(log_softmax(drafted.logits))
         draft_probs = drafted.spread(probs, self._target.anatomy.vocab_size)
         if self._width.reads_probabilities:
-            # Not the sample's own probability: a length that depends on the samples would not be exact.
+            # Not the sample's own probability: whether a position is proposed may depend on the samples before it only.
             draft_probs = draft_probs[: self._length(mx.max(draft_probs, axis=-1))]
-        return mx.random.categorical(mx.log(draft_probs)), draft_probs
+            if not draft_probs.size:
+                return mx.zeros((0,), dtype=mx.int32), None
+        if columns is None:
+            return mx.random.categorical(mx.log(draft_probs)), draft_probs
+        return drafted.tokens(columns[:, None])[: draft_probs.shape[0], 0], draft_probs
+
+    def _column(self, logits: mx.array) -> mx.array:
+        """One column of every row [W, C]: the best, or a sample."""
+        if self._sampler is None:
+            return mx.argmax(logits, axis=-1)
+        return mx.random.categorical(mx.log(self._sampler.probs(log_softmax(logits))))
 
     def _length(self, probabilities: mx.array) -> int:
         path = 1.0
@@ -135,8 +152,12 @@ class DraftProposer:
         return probabilities.size
 
     def _tree(self, drafted: Drafted, budget: int, branches: Sequence[Branch]) -> Tree:
-        logits = drafted.logits if self._sampler is None else drafted.logits / self._sampler.temperature
-        logprobs, columns = top_candidates(logits, self._shape.tree_top_k)
+        temperature = 1.0 if self._sampler is None else self._sampler.temperature
+        k, copies, worth = self._shape.tree_top_k, [branch.tokens for branch in branches], self._width.worth
+        if drafted.correction is not None:
+            children = children_along(drafted, budget, k, temperature)
+            return build_conditioned_tree(children, budget, branches=copies, worth=worth)
+        logprobs, columns = top_candidates(drafted.logits / temperature, k)
         ids = drafted.tokens(columns)
         k = ids.shape[1]
         rows = mx.concatenate([logprobs, ids.astype(mx.float32)], axis=1).tolist()  # ids are exact below 2 ** 24
@@ -144,8 +165,8 @@ class DraftProposer:
             [row[:k] for row in rows],
             [[int(token) for token in row[k:]] for row in rows],
             budget,
-            branches=[branch.tokens for branch in branches],
-            worth=self._width.worth,
+            branches=copies,
+            worth=worth,
         )
 
     def rewind(self, position: int) -> None:
