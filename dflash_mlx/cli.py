@@ -26,6 +26,7 @@ from .prompt_cache import load_prompt_cache
 from .speculative.sampling import Sampler, make_sampler
 from .text import chat_prompt
 from .train.cli import add_train
+from .version import __version__
 
 DEFAULT = "default"
 
@@ -49,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dflash-mlx", description="DFlash speculative decoding for MLX: mlx-lm's output in fewer target forwards."
     )
+    parser.add_argument("--version", action="version", version=f"dflash-mlx {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser(
@@ -189,9 +191,13 @@ def run_generate(args: argparse.Namespace) -> int:
     if not 0 < args.top_p <= 1:
         raise DFlashError(f"--top-p {args.top_p} is outside (0, 1]; use 1 to switch it off.")
     if args.seed is not None:
+        if args.seed < 0:
+            raise DFlashError(f"--seed {args.seed} is negative; use 0 or more.")
         mx.random.seed(args.seed)
     prompt_cache, metadata = _load_prompt_cache(args)
-    tokenizer_config = json.loads(metadata.get("tokenizer_config", "{}"))
+    tokenizer_config = _json_object(
+        f"the tokenizer_config of {args.prompt_cache_file}", metadata.get("tokenizer_config")
+    )
     tokenizer_config["trust_remote_code"] = args.trust_remote_code
     model, tokenizer, _, draft = load_pair(
         args,
@@ -215,8 +221,10 @@ def run_generate(args: argparse.Namespace) -> int:
         "stop": args.stop,
         "hint_tokens": encode_hint(args, tokenizer),
     } | proposing(args)
-    if draft is not None:
-        options |= {"num_draft_tokens": args.num_draft_tokens}
+    if args.num_draft_tokens is not None:
+        if draft is None and not args.ngram and args.hint is None:
+            raise DFlashError(f"--num-draft-tokens {args.num_draft_tokens} needs a draft; name one with --draft.")
+        options["num_draft_tokens"] = args.num_draft_tokens
     prompt = encode_prompt(args, tokenizer, prompt_cache is not None)
     if args.json:
         _print_json(model, tokenizer, prompt, options)
@@ -243,6 +251,16 @@ def _print_json(model: Any, tokenizer: Any, prompt: list[int], options: dict[str
         "speculation": statistics.summary() if statistics else None,
     }
     print(json.dumps(result))
+
+
+def _json_object(name: str, text: str | None) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise DFlashError(f"{name} is no JSON ({error}); give an object such as {{}}.") from error
+    if not isinstance(value, dict):
+        raise DFlashError(f"{name} is {text}, not a JSON object such as {{}}.")
+    return value
 
 
 def _sampler(args: argparse.Namespace, tokenizer: Any) -> Any:
@@ -272,6 +290,10 @@ def _load_prompt_cache(args: argparse.Namespace) -> tuple[list[Any] | None, dict
                 raise DFlashError(
                     f"{flag} {given} does not match the {held} of {args.prompt_cache_file}; leave it out."
                 )
+    if "model" not in metadata:  # saved through the API
+        if args.model is None:
+            raise DFlashError(f"{args.prompt_cache_file} does not say which model made it; name it with --model.")
+        return cache, metadata
     if args.model not in (None, metadata["model"]):
         raise DFlashError(
             f"--model {args.model} is not the model of {args.prompt_cache_file} ({metadata['model']}); use that one."
@@ -311,7 +333,7 @@ def encode_prompt(args: argparse.Namespace, tokenizer: Any, using_cache: bool) -
             messages, tokenize=False, continue_final_message=prefilled, add_generation_prompt=not prefilled, **extra
         )
 
-    prompt = templated(**json.loads(args.chat_template_config or "{}"))
+    prompt = templated(**_json_object("--chat-template-config", args.chat_template_config))
     if using_cache:  # the part before the user's words is in the cache
         messages[-1]["content"] = "<query>"
         prompt = prompt[templated().index("<query>") :]
@@ -336,16 +358,24 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
     return prompts[::step][: args.num_prompts]
 
 
+def _max_tokens(args: argparse.Namespace, default: int) -> int:
+    if args.max_tokens is not None and args.max_tokens < 1:
+        raise DFlashError(f"--max-tokens is {args.max_tokens}; use 1 or more.")
+    return args.max_tokens or default
+
+
 def run_check(args: argparse.Namespace) -> int:
     if args.conformance:
         return run_conformance(args)
     prompts = _prompts(args)
     if not 0 < args.top_p <= 1:
         raise DFlashError(f"--top-p {args.top_p} is outside (0, 1]; use 1 to switch it off.")
+    if not args.temp and (args.top_p, args.min_p, args.top_k) != (1, 0, 0):
+        raise DFlashError("--top-p, --min-p and --top-k have no effect at --temp 0; give a temperature above 0.")
     sampler = make_sampler(args.temp, args.top_p, args.min_p, top_k=args.top_k)
     model, tokenizer, draft = load_speculative_pair(args)
     encoded = [chat_prompt(tokenizer, p.text) for p in prompts]
-    options: dict[str, Any] = {"progress": not args.json, "max_tokens": args.max_tokens or 64} | proposing(args)
+    options: dict[str, Any] = {"progress": not args.json, "max_tokens": _max_tokens(args, 64)} | proposing(args)
     mx.random.seed(args.seed)
     if isinstance(sampler, Sampler):
         result = check.check_sampling(model, tokenizer, draft, encoded, sampler, **options)
@@ -363,6 +393,9 @@ def run_conformance(args: argparse.Namespace) -> int:
         ("--num-prompts", args.num_prompts),
         ("--max-tokens", args.max_tokens),
         ("--temp", args.temp or None),
+        ("--top-p", None if args.top_p == 1 else args.top_p),
+        ("--top-k", args.top_k or None),
+        ("--min-p", args.min_p or None),
         ("--tree-budget", args.tree_budget or None),
         ("--tree-top-k", args.tree_top_k),
         ("--width", None if args.width == "full" else args.width),
@@ -387,7 +420,7 @@ def run_bench_command(args: argparse.Namespace) -> int:
         draft,
         prompts,
         settings=bench_settings(args, draft),
-        max_tokens=args.max_tokens or 128,
+        max_tokens=_max_tokens(args, 128),
         costs=not args.no_costs,
         progress=not args.json,
     )
@@ -398,6 +431,12 @@ def run_bench_command(args: argparse.Namespace) -> int:
 
 def bench_settings(args: argparse.Namespace, draft: DFlashDraft | None) -> list[Setting]:
     """Every block size with every tree budget and every width that the flags list."""
+    for flag, one, several in (
+        ("--block-size", args.block_size, args.block_sizes),
+        ("--tree-budget", args.tree_budget or None, args.tree_budgets),
+    ):
+        if one is not None and several is not None:
+            raise DFlashError(f"{flag} {one} and {flag}s {several} say two things; leave one of them out.")
     sizes: list[int | None] = [args.block_size]
     if args.block_sizes is not None:
         sizes = list(_numbers("--block-sizes", args.block_sizes))
@@ -408,7 +447,7 @@ def bench_settings(args: argparse.Namespace, draft: DFlashDraft | None) -> list[
         Setting(size, budget, args.tree_top_k if budget else None, width, args.ngram)
         for size in sizes
         for budget in budgets
-        for width in (args.width.split(",") if draft is not None else ["full"])
+        for width in args.width.split(",")
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
+import numpy as np
 from mlx_lm.generate import GenerationResponse as PlainResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
@@ -27,12 +29,13 @@ from .speculative.proposers import CopyProposer, DraftProposer, Proposer, Shape
 from .speculative.sampling import LogitsProcessor, SamplerFunction, is_greedy
 from .speculative.statistics import Round, Statistics
 from .speculative.width import make_width
-from .targets.anatomy import dissect
+from .targets.anatomy import vocab_size
 from .targets.target import KVQuantization, Target
 from .text import StopFilter, TextStream
 
 COPY_BLOCK_SIZE = 16  # nodes of a proposal without a draft
 MAX_TREE_BUDGET = 256
+KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 
 
 @dataclass
@@ -111,11 +114,12 @@ def stream_generate(
     A `prompt_cache` handed in holds, whenever the iterator ends or is closed, the prompt and exactly the tokens
     yielded. Raises DFlashError for bad input before anything is computed.
     """
-    if max_tokens == 0 or max_tokens < -1:
+    if whole("max_tokens", max_tokens) == 0 or max_tokens < -1:
         raise DFlashError(f"max_tokens is {max_tokens}; use 1 or more, or -1 for no limit.")
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if "" in stops:
-        raise DFlashError("An empty stop string would end every output at once; leave it out.")
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    for text in stops:
+        if not isinstance(text, str) or not text:
+            raise DFlashError(f"stop holds {text!r}; give strings of one character or more, or leave it out.")
     if draft_model is None and not kwargs.get("ngram") and kwargs.get("hint_tokens") is None:
         kwargs = {name: value for name, value in kwargs.items() if name not in ("ngram", "hint_tokens")}
         for name, default in (("block_size", None), ("tree_budget", 0), ("tree_top_k", None), ("width", "full")):
@@ -198,9 +202,14 @@ def _speculative(
 ) -> Iterator[GenerationResponse]:
     """Check everything, then decode; a function of its own so that errors come at the call, not at the first token."""
     if input_embeddings is not None:
-        raise UnsupportedOptionError("input_embeddings cannot be combined with a draft; leave out draft_model.")
-    if prefill_step_size < 1:
+        raise UnsupportedOptionError(
+            "input_embeddings cannot be combined with speculation; leave out draft_model, ngram and hint_tokens."
+        )
+    if whole("prefill_step_size", prefill_step_size) < 1:
         raise DFlashError(f"prefill_step_size is {prefill_step_size}; use 1 or more.")
+    for name, function in (("sampler", sampler), *(("logits_processors", f) for f in logits_processors or ())):
+        if function is not None and not callable(function):
+            raise DFlashError(f"{name} holds {function!r}, which cannot be called; give a function.")
     if draft is not None:
         check_pair(model, draft)
     if not isinstance(tokenizer, TokenizerWrapper):
@@ -214,17 +223,18 @@ def _speculative(
         prefill_step_size=prefill_step_size,
         progress=prompt_progress_callback or (lambda done, total: None),
     )
-    if block_size is None and num_draft_tokens is not None:
+    if num_draft_tokens is not None:
+        if block_size not in (None, whole("num_draft_tokens", num_draft_tokens) + 1):
+            raise DFlashError(
+                f"num_draft_tokens {num_draft_tokens} means a block_size of {num_draft_tokens + 1}, but block_size is "
+                f"{block_size}; leave one of them out."
+            )
         block_size = num_draft_tokens + 1
     shape = checked_shape(draft, block_size, tree_budget, tree_top_k)
     sources = make_sources(model, request.tokens.size, ngram, hint_tokens)
-    quantization = None if kv_bits is None else KVQuantization(kv_bits, kv_group_size, quantized_kv_start)
     keep_cache = prompt_cache is not None
-    caches = prompt_cache if prompt_cache is not None else make_prompt_cache(model, max_kv_size)
-    if kv_bits is not None and any(isinstance(cache, RotatingKVCache) for cache in caches):
-        raise UnsupportedOptionError(
-            "kv_bits cannot quantize sliding-window caches; leave kv_bits out for this target."
-        )
+    caches = checked_caches(model, prompt_cache, max_kv_size)
+    quantization = None if kv_bits is None else checked_quantization(caches, kv_bits, kv_group_size, quantized_kv_start)
     target = Target(
         model,
         caches,
@@ -339,7 +349,7 @@ def decode(
             mx.async_eval(proposer.arrays())
             done = upto
             request.progress(done, total)
-        rule = make_rule(request.sampler, request.processors, request.tokens, request.eos_token_ids)
+        rule = make_rule(request.sampler, request.processors, request.tokens, ending.ends)
         anchor = request.tokens[-1].item()
     steps = speculate(target, proposer, rule, ending, anchor, stream=stream, keep_cache=keep_cache)
     try:
@@ -358,23 +368,35 @@ def encode(model: nn.Module, tokenizer: TokenizerWrapper, prompt: str | Sequence
     if isinstance(prompt, str):
         add_special_tokens = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-    tokens = prompt if isinstance(prompt, mx.array) else mx.array(list(prompt), dtype=mx.int32)
+    tokens = checked_tokens("The prompt", prompt, model)
     if tokens.size == 0:
         raise DFlashError("The prompt is empty; give at least one token.")
-    if tokens.ndim != 1:
-        raise DFlashError(f"The prompt has shape {tuple(tokens.shape)}; give one sequence of tokens.")
-    lowest, highest, rows = tokens.min().item(), tokens.max().item(), dissect(model).vocab_size
-    if not 0 <= lowest <= highest < rows:
-        wrong = lowest if lowest < 0 else highest
-        raise DFlashError(
-            f"The prompt holds token {wrong}, outside 0..{rows - 1}; encode it with the target's tokenizer."
-        )
     limit = context_size(model)
     if limit is not None and tokens.size >= limit:
         raise DFlashError(
             f"The prompt has {tokens.size} tokens but the target's context is {limit}; shorten the prompt."
         )
     return tokens
+
+
+def checked_tokens(name: str, tokens: Any, model: nn.Module) -> mx.array:
+    """Tokens of a list or an array, int32 [n]; DFlashError when they are no row of tokens of the target."""
+    try:
+        array = tokens if isinstance(tokens, mx.array) else mx.array(np.array(list(tokens)))
+    except (TypeError, ValueError, RuntimeError) as error:  # lists of unequal lengths, strings
+        raise DFlashError(f"{name} is no sequence of tokens; encode it with the target's tokenizer.") from error
+    if array.size == 0:
+        return mx.zeros((0,), dtype=mx.int32)
+    if array.ndim != 1:
+        raise DFlashError(f"{name} has shape {tuple(array.shape)}; give one sequence of tokens.")
+    if not mx.issubdtype(array.dtype, mx.integer):
+        raise DFlashError(f"{name} holds {array.dtype} values such as {array[0].item()}; tokens are integers.")
+    lowest, highest, rows = array.min().item(), array.max().item(), vocab_size(model)
+    if lowest < 0 or (rows is not None and highest >= rows):
+        wrong = lowest if lowest < 0 else highest
+        end = "" if rows is None else f"..{rows - 1}"
+        raise DFlashError(f"{name} holds token {wrong}, outside 0{end}; encode it with the target's tokenizer.")
+    return array.astype(mx.int32)
 
 
 def context_size(model: nn.Module) -> int | None:
@@ -386,8 +408,18 @@ def context_size(model: nn.Module) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
+def whole(name: str, value: Any) -> int:
+    """The value of a parameter that counts something; DFlashError for anything but an integer."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise DFlashError(f"{name} is {value!r}; give a whole number.")
+    return int(value)
+
+
 def checked_shape(draft: DFlashDraft | None, block_size: int | None, tree_budget: int, tree_top_k: int | None) -> Shape:
     """DFlashError names a value outside its range or options that mean nothing together."""
+    for name, value in (("block_size", block_size), ("tree_budget", tree_budget), ("tree_top_k", tree_top_k)):
+        if value is not None:
+            whole(name, value)
     largest = COPY_BLOCK_SIZE if draft is None else draft.block_size
     size = largest if block_size is None else block_size
     if draft is None and size < 1:
@@ -408,16 +440,44 @@ def checked_shape(draft: DFlashDraft | None, block_size: int | None, tree_budget
     return Shape(size, tree_budget, tree_top_k or Shape.tree_top_k)
 
 
+def checked_caches(model: nn.Module, prompt_cache: list[Any] | None, max_kv_size: int | None) -> list[Any]:
+    """The caller's caches, or new ones; DFlashError when they are not as many as the model's layers want."""
+    if max_kv_size is not None and whole("max_kv_size", max_kv_size) < 1:
+        raise DFlashError(f"max_kv_size is {max_kv_size}; use 1 or more, or leave it out.")
+    if prompt_cache is None:
+        if max_kv_size is not None and hasattr(model, "make_cache"):
+            warnings.warn(
+                f"max_kv_size {max_kv_size} has no effect, as in mlx-lm: this model makes its own caches.", stacklevel=4
+            )
+        return make_prompt_cache(model, max_kv_size)
+    wanted = len(make_prompt_cache(model))
+    if not isinstance(prompt_cache, list) or len(prompt_cache) != wanted or None in prompt_cache:
+        size = f" of {len(prompt_cache)}" if isinstance(prompt_cache, (list, tuple)) else ""
+        raise DFlashError(
+            f"prompt_cache is a {type(prompt_cache).__name__}{size}, but this model wants a list of {wanted} caches; "
+            "make one with make_prompt_cache(model)."
+        )
+    return prompt_cache
+
+
+def checked_quantization(caches: list[Any], kv_bits: int, kv_group_size: int, start: int) -> KVQuantization:
+    if kv_bits not in KV_BITS or kv_group_size not in KV_GROUP_SIZES:
+        raise DFlashError(
+            f"kv_bits {kv_bits} in groups of {kv_group_size} is nothing that MLX quantizes; use {KV_BITS} bits and "
+            f"groups of {KV_GROUP_SIZES}."
+        )
+    if any(isinstance(cache, RotatingKVCache) for cache in caches):
+        raise UnsupportedOptionError(
+            "kv_bits cannot quantize sliding-window caches, which max_kv_size makes too; leave one of them out."
+        )
+    return KVQuantization(kv_bits, kv_group_size, start)
+
+
 def make_sources(
     model: nn.Module, prompt_size: int, ngram: bool, hint_tokens: Sequence[int] | mx.array | None
 ) -> list[Source]:
     """The sources of copied continuations, the surer first; DFlashError for a hint that is no list of tokens."""
     sources: list[Source] = []
     if hint_tokens is not None:
-        hint = mx.array(hint_tokens).reshape(-1).tolist() if len(hint_tokens) else []
-        rows = dissect(model).vocab_size
-        wrong = next((token for token in hint if not (isinstance(token, int) and 0 <= token < rows)), None)
-        if wrong is not None:
-            raise DFlashError(f"hint_tokens holds {wrong}, not a token in 0..{rows - 1}; encode the hint first.")
-        sources.append(HintSource(hint, prompt_size))
+        sources.append(HintSource(checked_tokens("hint_tokens", hint_tokens, model).tolist(), prompt_size))
     return [*sources, NgramSource()] if ngram else sources

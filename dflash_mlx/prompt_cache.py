@@ -5,6 +5,7 @@ The draft context never stands in the list itself, so every function of mlx-lm t
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import mlx.core as mx
@@ -34,6 +35,13 @@ class PromptCache(list):
 
     def remember(self, draft: DFlashDraft, context: DraftContext | None) -> None:
         self._draft, self._context, self._stored = draft, context, None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PromptCache:
+        """What mlx-lm's server does to share a prefix; the draft stays one and the same."""
+        twin = PromptCache(copy.deepcopy(cache, memo) for cache in self)
+        twin._context, twin._draft = copy.deepcopy(self._context, memo), self._draft
+        twin._stored = self._stored
+        return twin
 
 
 def make_prompt_cache(model: nn.Module, max_kv_size: int | None = None) -> PromptCache:

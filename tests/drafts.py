@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 
 from dflash_mlx.draft import DFlashDraft, parse_config
 from dflash_mlx.draft.checkpoint import unstack
@@ -36,6 +36,8 @@ def random_draft(raw: dict = CONFIG, seed: int = 0) -> DFlashDraft:
         for name in ("attention_conv", "mlp_conv"):
             if name in layer:
                 layer[name].base_kernel = 0.5 * mx.random.normal(layer[name].base_kernel.shape)
+    if "domino" in draft:  # strong enough to change what is chosen
+        draft.domino.update(tree_map(lambda x: 8 * x, draft.domino.parameters()))
     draft.eval()
     mx.eval(draft.parameters())
     return draft
@@ -70,3 +72,16 @@ def with_dflash(raw: dict, **changes: object) -> dict:
 def dflash2(raw: dict = CONFIG, *, top_k: int = 6) -> dict:
     sizes = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": top_k}
     return with_dflash(raw | {"architectures": ["DFlash2DraftModel"]}, **sizes)
+
+
+def domino(raw: dict = CONFIG, *, plain: int = 1, shift: bool = True) -> dict:
+    head = {"projector_type": "domino", "gru_hidden_dim": 12, "emb_dim": 8}
+    return with_dflash(raw, **head, pure_draft_prefix_len=plain, shift_label=shift)
+
+
+def shifted_domino(raw: dict = CONFIG) -> dict:
+    return domino(raw, plain=0)
+
+
+def unshifted_domino(raw: dict = CONFIG) -> dict:
+    return domino(raw, shift=False)

@@ -1,11 +1,13 @@
 """The public API is mlx-lm's; bad input gets one sentence that names the value."""
 
+import copy
 import inspect
 import itertools
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
+import numpy as np
 import pytest
 from drafts import CONFIG, random_draft
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
@@ -54,9 +56,10 @@ def test_signatures_begin_as_mlx_lms_do():
 
 def test_prompt_as_text_tokens_and_array(model, draft, tokenizer):
     text = " w4 w5 w7"
-    forms = [text, tokenizer.encode(text), mx.array(tokenizer.encode(text))]
+    tokens = tokenizer.encode(text)
+    forms = [text, tokens, tuple(tokens), mx.array(tokens), np.array(tokens)]
     outputs = [[r.token for r in stream_generate(model, tokenizer, p, 12, draft)] for p in forms]
-    assert outputs[0] == outputs[1] == outputs[2]
+    assert all(output == outputs[0] for output in outputs)
     assert generate(model, tokenizer, text, max_tokens=12, draft_model=draft) == mlx_lm.generate(
         model, tokenizer, text, max_tokens=12
     )
@@ -224,7 +227,7 @@ def test_bad_requests(model, draft, tokenizer):
             DFlashError, rf"block_size {size} is outside 1\.\.8", model, tokenizer, draft_model=draft, block_size=size
         )
     refused(DFlashError, "prefill_step_size is 0", model, tokenizer, draft_model=draft, prefill_step_size=0)
-    refused(DFlashError, "empty stop string", model, tokenizer, draft_model=draft, stop=[""])
+    refused(DFlashError, "stop holds ''", model, tokenizer, draft_model=draft, stop=[""])
     refused(DFlashError, "llama.Model, not a DFlash draft", model, tokenizer, draft_model=model)
     refused(
         UnsupportedOptionError,
@@ -345,8 +348,74 @@ def test_kv_bits_on_sliding_windows_is_refused_before_anything_runs(tokenizer):
     assert tokens == plain_tokens(windowed, PROMPT, 30)[: len(tokens)]  # it may end earlier, at end-of-sequence
 
 
-@pytest.mark.parametrize("max_kv_size", [8, 16, 64])
-def test_max_kv_size_means_what_it_means_in_mlx_lm(model, draft, tokenizer, max_kv_size):
+@pytest.mark.parametrize("max_kv_size", [5, 8, 16, 64])
+def test_max_kv_size_means_what_it_means_in_mlx_lm(draft, tokenizer, max_kv_size):
+    model = build("qwen3")  # it makes no caches of its own
     plain = [r.token for r in mlx_lm.stream_generate(model, tokenizer, PROMPT, 40, max_kv_size=max_kv_size)]
     ours = [r.token for r in stream_generate(model, tokenizer, PROMPT, 40, draft, max_kv_size=max_kv_size)]
     assert ours == plain
+
+
+def test_max_kv_size_that_mlx_lm_ignores_is_not_ignored_in_silence(model, draft, tokenizer):
+    with pytest.warns(UserWarning, match="max_kv_size 8 has no effect"):
+        list(stream_generate(model, tokenizer, PROMPT, 3, draft, max_kv_size=8))
+
+
+@pytest.mark.parametrize(
+    ("match", "options"),
+    [
+        ("max_tokens is 2.5", {"max_tokens": 2.5}),
+        ("max_tokens is None", {"max_tokens": None}),
+        ("stop holds 3", {"stop": [3]}),
+        ("stop holds", {"stop": b"a"}),
+        ("prompt holds .* values such as 1.5", {"prompt": [1.5, 2.7]}),
+        ("prompt is no sequence", {"prompt": [[1], [2, 3]]}),
+        ("sampler holds 'x'", {"sampler": "x"}),
+        ("logits_processors holds 3", {"logits_processors": [3]}),
+        ("wants a list of 3 caches", {"prompt_cache": []}),
+        ("wants a list of 3 caches", {"prompt_cache": [None] * 3}),
+        ("wants a list of 3 caches", {"prompt_cache": make_prompt_cache(build("llama")) * 2}),
+        ("wants a list of 3 caches", {"prompt_cache": tuple(make_prompt_cache(build("llama")))}),
+        ("max_kv_size is 0", {"max_kv_size": 0}),
+        ("kv_bits 7", {"kv_bits": 7}),
+        ("groups of 48", {"kv_bits": 4, "kv_group_size": 48}),
+        ("num_draft_tokens 1 means a block_size of 2", {"num_draft_tokens": 1, "block_size": 8}),
+    ],
+)
+def test_values_that_mean_nothing_are_refused_by_name(model, draft, tokenizer, match, options):
+    prompt = options.pop("prompt", PROMPT)
+    refused(DFlashError, match, model, tokenizer, prompt=prompt, draft_model=draft, **options)
+
+
+def test_a_copied_prompt_cache_keeps_the_context_and_shares_the_draft(model, draft, tokenizer):
+    """What mlx-lm's server does with a prefix that two requests share."""
+    cache = dflash_mlx.make_prompt_cache(model)
+    first, _, _ = spoken(model, draft, tokenizer, PROMPT, cache)
+    twin = copy.deepcopy(cache)
+    assert twin._draft is draft and twin._context is not cache._context
+    for each in (cache, twin):
+        tokens, _, statistics = spoken(model, draft, tokenizer, [8, 1], each)
+        assert statistics.unseen_tokens == 0 and tokens == plain_tokens(model, [*PROMPT, *first, 8, 1], 13)
+
+
+class Counting:
+    """A processor, or a sampler, of the caller's own that counts its calls."""
+
+    calls = 0
+
+    def __call__(self, *args):
+        self.calls += 1
+        return args[-1] if len(args) == 2 else mx.argmax(args[0], axis=-1)
+
+
+@pytest.mark.parametrize("shape", [{}, {"tree_budget": 12}])
+@pytest.mark.parametrize("role", ["sampler", "logits_processors"])
+@pytest.mark.parametrize("num_tokens", [2, 5, 11])
+def test_the_callers_code_is_not_called_behind_the_end(model, draft, tokenizer, num_tokens, role, shape):
+    """Also where a whole block of the true continuation is proposed and the output ends within it."""
+    expected = plain_tokens(model, PROMPT, 20)
+    for options in ({"max_tokens": num_tokens}, {"stop": tokenizer.decode(expected[num_tokens - 1 : num_tokens])}):
+        counting = Counting()
+        options |= {role: counting if role == "sampler" else [counting], "hint_tokens": expected} | shape
+        tokens = [r.token for r in stream_generate(model, tokenizer, PROMPT, draft_model=draft, **options)]
+        assert tokens == expected[: len(tokens)] and counting.calls == len(tokens) <= num_tokens

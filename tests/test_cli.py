@@ -221,3 +221,47 @@ def test_bench_compares_lists_of_budgets_and_widths(pair, capsys):
         (6, "auto"),
     ]
     assert all(r["identical"] == 1 for r in rows)
+
+
+@pytest.mark.parametrize(
+    ("match", "argv"),
+    [
+        ("--max-tokens is -5", ("check", "-m", -5)),
+        ("--max-tokens is 0", ("bench", "-m", 0)),
+        ("have no effect at --temp 0", ("check", "--top-p", 0.5)),
+        ("leave out --top-k", ("check", "--conformance", "--top-k", 3)),
+        ("leave out --width", ("check", "--conformance", "--width", "bogus")),
+        ("say two things", ("bench", "--block-size", 4, "--block-sizes", "4,8")),
+        ("say two things", ("bench", "--tree-budget", 4, "--tree-budgets", "4,8")),
+        ("num_draft_tokens 1 means", ("generate", "-p", "x", "--num-draft-tokens", 1, "--block-size", 8)),
+        ("--seed -1", ("generate", "-p", "x", "--seed", -1)),
+    ],
+)
+def test_flags_that_mean_nothing_are_refused(pair, capsys, match, argv):
+    target, draft = pair
+    draft = () if "--conformance" in argv else ("--draft", draft)
+    status, _, err = run(capsys, argv[0], "--model", target, *draft, *argv[1:])
+    assert status == 2 and match in err and err.count("\n") == 0
+
+
+def test_flags_without_a_draft_are_refused(pair, capsys):
+    target, _ = pair
+    for argv in (
+        ("generate", "-p", " w4", "--num-draft-tokens", 4),
+        ("bench", "--ngram", "--width", "auto", "--num-prompts", 1, "-m", 4),
+    ):
+        status, _, err = run(capsys, argv[0], "--model", target, "--draft", "none", *argv[1:])
+        assert status == 2 and "draft" in err.splitlines()[-1]
+
+
+def test_prompt_cache_of_the_api_is_taken_with_a_model_name(pair, tmp_path, capsys):
+    target, draft = pair
+    model, _ = mlx_lm.load(target)
+    cache = make_prompt_cache(model)
+    model(mx.array([[5, 7]]), cache=cache)
+    file = tmp_path / "cache.safetensors"
+    save_prompt_cache(str(file), cache)
+    argv = ("generate", "--prompt-cache-file", file, "-p", " w4", "-m", 4, "--draft", draft)
+    status, _, err = run(capsys, *argv)
+    assert status == 2 and "name it with --model" in err
+    assert run(capsys, *argv, "--model", target)[0] == 0

@@ -7,15 +7,19 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from reference import plain_tokens
+from tokens import tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import conformance as tool  # noqa: E402
 
+from dflash_mlx import UnsupportedTargetError, stream_generate  # noqa: E402
 from dflash_mlx.cache.kv import KVBlock  # noqa: E402
 from dflash_mlx.conformance import check_model  # noqa: E402
 from dflash_mlx.speculative.proposal import Proposal  # noqa: E402
+from dflash_mlx.targets.support import chain_refusal  # noqa: E402
 from dflash_mlx.targets.target import Target  # noqa: E402
 
 ONE_PER_KIND = ["llama", "llama:sliding", "qwen3_5", "deepseek_v32", "falcon_h1", "gemma4_text"]
@@ -76,3 +80,22 @@ def test_the_last_layers_tap_is_what_the_head_reads(case):
 
 def test_of_stacked_streams_the_active_one_is_captured():
     assert captured(tool.build("gemma3n")).hidden.shape == (1, 3, 32)
+
+
+@pytest.mark.parametrize("case", tool.cases())
+def test_every_architecture_decodes_through_the_public_api(case):
+    """With copies, which need nothing of a target but its caches; trees and drafts stand elsewhere."""
+    if tool.plain_error(case) is not None:
+        pytest.skip("mlx-lm cannot run it here")
+    model, tokenizer = tool.build(case), tiny_tokenizer()
+    tokenizer.eos_token_ids = ()
+    prompt = [5, 7, 9, 11, 3]
+    if chain_refusal(model) is not None:
+        with pytest.raises(UnsupportedTargetError):
+            stream_generate(model, tokenizer, prompt, 3, ngram=True)
+        return
+    expected = plain_tokens(model, prompt, 14)
+    hint = [t if i % 5 else (t + 1) % 97 for i, t in enumerate(expected)]
+    responses = list(stream_generate(model, tokenizer, prompt, 14, ngram=True, hint_tokens=hint))
+    assert [r.token for r in responses] == expected
+    assert responses[-1].statistics.acceptance_length > 1

@@ -142,7 +142,7 @@ def test_a_missing_key_is_named(key: str, value: Any) -> None:
         ("dflash_config.input_embedding_scale", float("nan"), "input_embedding_scale is nan"),
         ("dflash_config.final_logit_softcapping", float("inf"), "final_logit_softcapping is inf"),
         ("dflash_config.conv_kernel_size", 2, "dflash_config.conv_kernel_size is 2, which this version does not know"),
-        ("dflash_config.projector_type", "domino", "dflash_config.projector_type is 'domino'"),
+        ("dflash_config.projector_type", "mlp", "dflash_config.projector_type is 'mlp'"),
         ("dflash_config.sample_from_anchor", 1, "dflash_config.sample_from_anchor is 1, true or false"),
         ("dflash_config.use_qk_norm", False, "dflash_config.use_qk_norm is False"),
         ("dflash_config.causal", True, "causal is True beside is_causal None and layers full_attention"),

@@ -226,7 +226,7 @@ def edit_tensors(path: Path, **changes: Any) -> None:
 
 
 UNUSABLE: list[tuple[Callable[[Path], None], str]] = [
-    (lambda p: edit_config(p, speculators_model_type="eagle3"), "speculators_model_type is 'eagle3', known is dflash"),
+    (lambda p: edit_config(p, speculators_model_type="eagle3"), "speculators_model_type is 'eagle3', known are dflash"),
     (lambda p: edit_config(p, transformer_layer_config=None), "transformer_layer_config is None, an object is needed"),
     (lambda p: edit_config(p, aux_hidden_state_layer_ids=[0, 2]), "aux_hidden_state_layer_ids holds 0, the target's"),
     (lambda p: edit_config(p, aux_hidden_state_layer_ids=None), "target_layer_ids is missing"),

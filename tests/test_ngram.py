@@ -29,21 +29,6 @@ def test_index_finds_the_longest_repeated_suffix(alphabet):
             assert length == expected and end in ends
 
 
-@pytest.mark.parametrize("alphabet", [2, 3, 10])
-def test_reader_is_told_the_longest_suffix_that_stands_in_the_text(alphabet):
-    rng = random.Random(alphabet)
-    for _ in range(30):
-        text = [rng.randrange(alphabet) for _ in range(40)]
-        index, state, length, read = SuffixIndex(text), 0, 0, []
-        for _ in range(60):
-            read.append(rng.randrange(alphabet + 1))
-            state, length = index.step(state, length, read[-1])
-            found = [n for n in range(len(read) + 1) for e in range(n, 41) if text[e - n : e] == read[len(read) - n :]]
-            assert length == max(found)
-            end = index.ends[state]
-            assert text[end - length : end] == read[len(read) - length :]
-
-
 def test_recent_occurrences_are_preferred():
     index = SuffixIndex([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3, 9, 1, 2, 3])
     assert index.repeated() == (3, 11)
@@ -83,3 +68,13 @@ def test_hint_is_followed_left_and_found_again():
     assert source.continuation(text, 9) == []
     source.reset()
     assert source.continuation(text[:3], 2) == [11, 12]
+
+
+def test_hint_that_repeats_itself_is_found_again_behind_the_place_it_was_left():
+    hint = [7, 1, 2, 7, 1, 3, 7, 1, 4, 7, 1, 5]
+    source = HintSource(hint, start=0)
+    text = [7, 1, 2, 7, 9]
+    assert source.continuation(text, 3) == []
+    assert source.continuation([*text, 7, 1], 3) == [3, 7, 1]
+    same = HintSource([6, 5, 5, 5, 5, 5], start=1)
+    assert same.continuation([9, 5, 5], 2) == [5, 5]

@@ -1,5 +1,6 @@
 """Sampling through the whole loop keeps the target's distribution, whatever the draft proposes."""
 
+import functools
 import math
 
 import mlx.core as mx
@@ -253,8 +254,24 @@ def test_sampler_values_out_of_range_are_refused_by_name(bad):
         make_sampler(**bad)
 
 
+def test_code_that_wraps_mlx_lms_is_unknown_code():
+    plain = sample_utils.make_logits_processors(repetition_penalty=1.3)[0]
+
+    @functools.wraps(plain)
+    def counting(tokens, logits):
+        return plain(tokens, logits)
+
+    @functools.wraps(sample_utils.greedy_sampler)
+    def sampling(logprobs):
+        return sample_utils.greedy_sampler(logprobs)
+
+    assert is_stateless(plain) and not is_stateless(counting) and not is_stateless(sampling)
+    assert all(is_stateless(sample_utils.make_sampler(temp=t, top_p=0.9)) for t in (0, 1))
+    assert is_stateless(make_sampler(temp=1.0)) and not is_stateless(lambda logprobs: logprobs)
+
+
 def test_unknown_code_is_walked_on_the_host():
     prompt = mx.array(PROMPT)
-    assert isinstance(make_rule(lambda x: mx.argmax(x, axis=-1), (), prompt, frozenset()), StepwiseRule)
-    assert isinstance(make_rule(None, [Countdown()], prompt, frozenset()), StepwiseRule)
-    assert not isinstance(make_rule(None, PROCESSORS["penalties"](), prompt, frozenset()), StepwiseRule)
+    assert isinstance(make_rule(lambda x: mx.argmax(x, axis=-1), (), prompt, lambda token: False), StepwiseRule)
+    assert isinstance(make_rule(None, [Countdown()], prompt, lambda token: False), StepwiseRule)
+    assert not isinstance(make_rule(None, PROCESSORS["penalties"](), prompt, lambda token: False), StepwiseRule)

@@ -176,7 +176,7 @@ def test_unknown_samplers_keep_their_distribution_on_trees():
     assert chi_square_z(counts, exact_probabilities(model, make_sampler(temp=0.7).probs), 1500) < 3.5
 
 
-@pytest.mark.parametrize("width", ["full", "auto", 0.2])
+@pytest.mark.parametrize("width", ["full", "auto", 0.2, 0.7])
 @pytest.mark.parametrize("budget", [0, 6])
 def test_sampled_drafts_keep_the_distribution_at_every_width(width, budget):
     model = build("llama", SMALL, seed=3)
@@ -187,7 +187,7 @@ def test_sampled_drafts_keep_the_distribution_at_every_width(width, budget):
     assert isinstance(sampler, Sampler)
     mx.random.seed(15)
     counts: dict = {}
-    for _ in range(1200):
+    for _ in range(800):
         cache = make_prompt_cache(model)
         target = Target(model, cache, capture_layer_ids=(0,))
         proposer = DraftProposer(
@@ -195,7 +195,7 @@ def test_sampled_drafts_keep_the_distribution_at_every_width(width, budget):
         )
         tokens = tuple(run(model, [1, 5, 2], proposer, 3, sampler=sampler, cache=cache, target=target).tokens)
         counts[tokens] = counts.get(tokens, 0) + 1
-    assert chi_square_z(counts, exact_probabilities(model, sampler.probs), 1200) < 3.5
+    assert chi_square_z(counts, exact_probabilities(model, sampler.probs), 800) < 3.5
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
@@ -223,14 +223,13 @@ def copying(model, prompt, num_tokens, sources, budget=0):
 
 @pytest.mark.parametrize("budget", [0, 8])
 def test_case_17_repeated_text_is_copied_and_counted(budget):
-    model, _ = case("llama")
-    # Greedy decoding of a small random model runs into a cycle: text that repeats itself.
+    model = build("llama", SMALL | {"vocab_size": 23}, seed=2)  # its greedy text runs into a cycle of five tokens
     expected = plain_tokens(model, [3, 1, 4], 400)
     result = copying(model, [3, 1, 4], 400, [NgramSource()], budget)
     assert result.tokens == expected
+    assert any(expected[-p:] == expected[-2 * p : -p] for p in range(1, 100)), "the text does not repeat itself"
     late = result.steps[len(result.steps) // 2 :]
-    if any(expected[-p:] == expected[-2 * p : -p] for p in range(1, 100)):
-        assert sum(s.num_accepted for s in late) > 0.5 * sum(len(s.tokens) for s in late)
+    assert sum(s.num_accepted for s in late) > 0.5 * sum(len(s.tokens) for s in late)
     assert sum(len(s.tokens) for s in result.steps) == 400
 
 
@@ -327,7 +326,7 @@ def test_auto_width_follows_what_comes_true():
     assert sum(n > 1 for n in wrong) < 0.2 * len(wrong)
 
 
-@pytest.mark.parametrize("value", ["wide", 0, 1.5, -0.1, "nan"])
+@pytest.mark.parametrize("value", ["wide", None, 0, 1.5, -0.1, "nan"])
 def test_bad_widths_are_refused_by_name(value):
     with pytest.raises(DFlashError, match="width"):
         generate(case("llama")[0], PROMPT, 3, draft_model=random_draft(), width=value)
@@ -343,6 +342,14 @@ def test_bad_widths_are_refused_by_name(value):
         {"tree_budget": 4, "block_size": 1},
         {"hint_tokens": [5, VOCAB]},
         {"hint_tokens": [-1]},
+        {"hint_tokens": [1.5]},
+        {"hint_tokens": "abc"},
+        {"hint_tokens": [[1, 2], [3, 4]]},
+        {"tree_budget": 2.5},
+        {"tree_budget": "4"},
+        {"tree_budget": 4, "tree_top_k": 2.5},
+        {"block_size": "4"},
+        {"block_size": 8, "num_draft_tokens": 1},
     ],
 )
 def test_bad_shapes_are_refused_before_anything_is_computed(bad):

@@ -15,8 +15,22 @@ from ..errors import CheckpointError, UnsupportedOptionError
 from . import speculators
 from .config import ARCHITECTURES, DraftConfig, parse_config
 from .dflash import DFlashDraft
+from .domino import DominoHead
 
 SUFFIXES = ("weight", "scales", "biases", "bias")
+# How packagings call the parts of a Domino head, and the authors.
+CONTAINERS = ("logit_head.", "logits_correction.")
+# The authors' names of its parts, and ours.
+DOMINO = {
+    f"prefix_gru.{suffix}_{theirs}_l0": f"domino.{ours}.{suffix}"
+    for suffix in SUFFIXES
+    for theirs, ours in (("ih", "input_gates"), ("hh", "state_gates"))
+}
+DOMINO |= {
+    f"embed_proj.{theirs}.{suffix}": f"domino.{ours}.{suffix}"
+    for suffix in SUFFIXES
+    for theirs, ours in (("0", "narrow"), ("2", "widen"))
+}
 # Tables that are published without the suffix of a module's weight.
 CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 AGAIN = "download the draft again"
@@ -73,7 +87,7 @@ def stack(weights: dict[str, mx.array], config: DraftConfig) -> dict[str, mx.arr
         parts = [weights.pop(f"{name}.{suffix}", None) for name in kv_names(config)]
         if parts[0] is not None:
             weights[f"kv_proj.{suffix}"] = mx.concatenate(parts)
-    return {f"{name}.weight" if name in CODEBOOKS else name: x for name, x in weights.items()}
+    return {f"{name}.weight" if name in CODEBOOKS else DOMINO.get(name, name): x for name, x in weights.items()}
 
 
 def unstack(weights: dict[str, mx.array], config: DraftConfig) -> dict[str, mx.array]:
@@ -91,8 +105,10 @@ def unstack(weights: dict[str, mx.array], config: DraftConfig) -> dict[str, mx.a
 
 def published_names(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     """Names that packagings write in several ways, in the authors' way."""
-    plain = {f"{name}.weight": name for name in CODEBOOKS if f"{name}.scales" not in weights}
-    return {plain.get(name, name): x for name, x in weights.items()}
+    names = {f"{name}.weight": name for name in CODEBOOKS if f"{name}.scales" not in weights}
+    names |= {ours: theirs for theirs, ours in DOMINO.items()}
+    names |= {f"{container}{name}": name for container in CONTAINERS for name in DOMINO}
+    return {names.get(name, name): x for name, x in weights.items()}
 
 
 def kv_names(config: DraftConfig) -> list[str]:
@@ -233,12 +249,16 @@ def _build(
     if "lm_head.weight" in weights:
         rows = config.draft_vocab_size or config.vocab_size
         draft.lm_head = nn.Linear(columns, rows, bias="lm_head.bias" in weights)
+    if config.domino is not None:
+        biased = [ours.split(".")[1] for theirs, ours in DOMINO.items() if ours.endswith(".bias") and theirs in weights]
+        draft.domino = DominoHead(config, biased)
     if quantization is None:
         return draft
 
     def options(name: str, module: nn.Module) -> Any:
         published = kv_names(config)[0] if name == "kv_proj" else name
-        if not hasattr(module, "to_quantized") or f"{published}.scales" not in weights:
+        scales = next((theirs for theirs, ours in DOMINO.items() if ours == f"{name}.scales"), f"{published}.scales")
+        if not hasattr(module, "to_quantized") or scales not in weights:
             return False
         return _options_of(quantization, published)
 

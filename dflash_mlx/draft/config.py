@@ -12,8 +12,8 @@ from ..errors import CheckpointError
 from . import speculators
 
 # What a draft's authors write under `architectures`.
-DFLASH, DFLASH2 = "DFlashDraftModel", "DFlash2DraftModel"
-ARCHITECTURES = (DFLASH, DFLASH2)
+DFLASH, DFLASH2, DOMINO = "DFlashDraftModel", "DFlash2DraftModel", "DominoDraftModel"
+ARCHITECTURES = (DFLASH, DFLASH2, DOMINO)
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 # Keys that stand in `dflash_config` or, in older checkpoints, beside it.
@@ -30,6 +30,9 @@ DFLASH_KEYS = {
 }
 # The same of DFlash 2 only.
 DFLASH2_KEYS = {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
+# The same of Domino only; `shift_label` is another name of `sample_from_anchor`.
+DOMINO_KEYS = {"projector_type", "gru_hidden_dim", "emb_dim", "pure_draft_prefix_len", "shift_label"}
+FAMILY_KEYS = DFLASH_KEYS | DFLASH2_KEYS | DOMINO_KEYS
 # Keys of `dflash_config` that describe a training or a packaging and change nothing.
 METADATA_KEYS = {
     "attention_backend",
@@ -109,6 +112,15 @@ class Selector:
 
 
 @dataclass(frozen=True)
+class Domino:
+    """A recurrent network over the tokens chosen so far corrects the logits behind the first `plain` positions."""
+
+    state_size: int
+    rank: int
+    plain: int
+
+
+@dataclass(frozen=True)
 class DraftConfig:
     """A draft, of whatever family.
 
@@ -147,9 +159,12 @@ class DraftConfig:
     sample_from_anchor: bool = False
     convolution: Convolution | None = None
     selector: Selector | None = None
+    domino: Domino | None = None
 
     @property
     def family(self) -> str:
+        if self.domino is not None:
+            return "Domino"
         return "DFlash 1" if self.selector is None else "DFlash 2"
 
     def window(self, layer: int) -> int | None:
@@ -206,9 +221,10 @@ def parse_config(raw: dict[str, Any], where: str) -> DraftConfig:
         output_multiplier=reader.number("output_multiplier", 1.0),
         final_logit_softcapping=soft_cap if soft_cap > 0 else None,
         draft_vocab_size=_draft_vocab_size(reader, vocab_size),
-        sample_from_anchor=bool(reader.boolean("sample_from_anchor", False)),
+        sample_from_anchor=_sample_from_anchor(reader),
         convolution=_convolution(reader, hidden_size),
         selector=_selector(reader, vocab_size),
+        domino=_domino(reader),
     )
     _refuse_unknown(reader, config)
     return config
@@ -229,7 +245,7 @@ class _Reader:
 
     def get(self, key: str) -> Any:
         """The value where it stands, null counting as absent; `dflash_config` goes before the top level."""
-        value = self.dflash.get(key) if key in DFLASH_KEYS | DFLASH2_KEYS else None
+        value = self.dflash.get(key) if key in FAMILY_KEYS else None
         return self.raw.get(key) if value is None else value
 
     def integer(self, key: str, minimum: int, default: int | None = None) -> int:
@@ -360,9 +376,31 @@ def _selector(reader: _Reader, vocab_size: int) -> Selector | None:
     return Selector(reader.integer("selector_rank", 1), top_k)
 
 
+def _domino(reader: _Reader) -> Domino | None:
+    kind = reader.get("projector_type")
+    if kind is None and not reader.is_a(DOMINO):
+        return None
+    if kind not in (None, "domino") or reader.is_a(DFLASH2):
+        names = reader.raw.get("architectures")
+        raise reader.refuse("projector_type", f"is {kind!r} for {names}, known is 'domino' alone", OTHER_DRAFT)
+    return Domino(
+        state_size=reader.integer("gru_hidden_dim", 1),
+        rank=reader.integer("emb_dim", 1),
+        plain=reader.integer("pure_draft_prefix_len", 0, 0),
+    )
+
+
+def _sample_from_anchor(reader: _Reader) -> bool:
+    ours, theirs = reader.boolean("sample_from_anchor", None), reader.boolean("shift_label", None)
+    if ours is not None and theirs is not None and ours != theirs:
+        raise reader.refuse("shift_label", f"is {theirs} beside sample_from_anchor {ours}, its other name")
+    return bool(ours or theirs)
+
+
 def _refuse_unknown(reader: _Reader, config: DraftConfig) -> None:
     """What would change the mathematics but is not implemented; what is switched off does not."""
-    known = DFLASH_KEYS | METADATA_KEYS | {"causal"} | (DFLASH2_KEYS if config.selector else set())
+    known = DFLASH_KEYS | METADATA_KEYS | {"causal"}
+    known |= (DFLASH2_KEYS if config.selector else set()) | (DOMINO_KEYS if config.domino else set())
     for key, value in reader.dflash.items():
         if key not in known and not _is_neutral(key, value):
             raise reader.refuse(f"dflash_config.{key}", f"is {value!r}, which this version does not know", OTHER_DRAFT)

@@ -17,6 +17,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 from .config import DraftConfig
 from .context import DraftContext
 from .dflash2 import CandidateSelector, GroupedConvolution
+from .domino import DominoHead
 from .drafted import Drafted
 
 # Drafts lose acceptance beyond the contexts they were trained on; a window of this many tokens restores it.
@@ -100,6 +101,8 @@ class DFlashDraft(nn.Module):
         self._token_ids = token_ids
         if config.selector is not None:
             self.candidate_selector = CandidateSelector(config.vocab_size, config.hidden_size, config.selector)
+        if config.domino is not None:
+            self.domino = DominoHead(config)
         self.rope = initialize_rope(
             dims=config.head_dim,
             base=config.rope_theta,
@@ -177,10 +180,12 @@ class DFlashDraft(nn.Module):
         is_finite = mx.isfinite(hidden)
         hidden = mx.where(is_finite, hidden, 0)
         drafted = Drafted(self.logits(hidden, target_head)[0], mx.all(is_finite), self._token_ids)
+        if "domino" in self:
+            return self.domino(drafted, hidden[0], anchor, lambda tokens: self.embed(tokens, target_embed))
         return self.candidate_selector(drafted, hidden[0], anchor) if "candidate_selector" in self else drafted
 
     def embed(self, tokens: mx.array, target_embed: Callable[[mx.array], mx.array]) -> mx.array:
-        """Tokens [1, L] to the block's inputs [1, L, E]; the draft's own embedding where it has one."""
+        """Tokens [..] to the block's inputs [.., E]; the draft's own embedding where it has one."""
         embedded = self.get("embed_tokens", target_embed)(tokens)
         scale = self.config.input_embedding_scale
         return embedded if scale == 1.0 else embedded * scale

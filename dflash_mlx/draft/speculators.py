@@ -13,9 +13,21 @@ import mlx.core as mx
 
 from ..errors import CheckpointError
 
-ARCHITECTURES = {"dflash": "DFlashDraftModel"}
+ARCHITECTURES = {"dflash": "DFlashDraftModel", "domino": "DominoDraftModel"}
 # Keys that go into `dflash_config` under the same name.
-MOVED = ("mask_token_id", "draft_vocab_size", "sample_from_anchor")
+MOVED = (
+    "mask_token_id",
+    "draft_vocab_size",
+    "sample_from_anchor",
+    "shift_label",
+    "projector_type",
+    "gru_hidden_dim",
+    "emb_dim",
+    "pure_draft_prefix_len",
+)
+# What a Domino draft means when it does not say.
+DOMINO = {"sample_from_anchor": True, "gru_hidden_dim": 1024, "logits_correction_emb_dim": 256}
+DOMINO |= {"pure_draft_prefix_len": 1}
 # What the training kept of the target.
 VERIFIER_TENSORS = ("verifier_lm_head.weight", "verifier_norm.weight")
 
@@ -31,7 +43,10 @@ def published(raw: dict[str, Any], where: str) -> dict[str, Any]:
     kind = raw["speculators_model_type"]
     if kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise CheckpointError(f"{where}: speculators_model_type is {kind!r}, known is {known}; use a DFlash draft.")
+        raise CheckpointError(f"{where}: speculators_model_type is {kind!r}, known are {known}; use a DFlash draft.")
+    if kind == "domino":
+        raw = DOMINO | raw
+        raw["emb_dim"] = raw.pop("logits_correction_emb_dim")
     layers = raw.get("transformer_layer_config")
     if not isinstance(layers, dict):
         raise CheckpointError(

@@ -8,7 +8,7 @@ committed token and never for a rejected one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -184,10 +184,13 @@ def ratio_accept(draft_tokens: mx.array, target_probs: mx.array, draft_probs: mx
 
 
 class StepwiseRule:
-    """Walk on the host, one node at a time: exact for samplers and processors that are any code at all."""
+    """Walk on the host, one node at a time: exact for samplers and processors that are any code at all.
 
-    def __init__(self, sampler: SamplerFunction, history: History, eos_token_ids: frozenset[int]):
-        self._sampler, self._history, self._eos_token_ids = sampler, history, eos_token_ids
+    ends: whether the output ends with the round's next token, so that nothing is called for what would stand behind.
+    """
+
+    def __init__(self, sampler: SamplerFunction, history: History, ends: Callable[[int], bool]):
+        self._sampler, self._history, self._ends = sampler, history, ends
 
     def __call__(self, proposal: Proposal, verification: Verification) -> Acceptance:
         drafted = proposal.tokens[0].tolist()
@@ -197,8 +200,8 @@ class StepwiseRule:
         while True:
             rows.append(log_softmax(self._history.node_logits(proposal, verification, path)))
             tokens.append(int(self._sampler(rows[-1]).item()))
-            child = _child(proposal.block, path[-1], drafted, tokens[-1])
-            if child is None or tokens[-1] in self._eos_token_ids:
+            child = None if self._ends(tokens[-1]) else _child(proposal.block, path[-1], drafted, tokens[-1])
+            if child is None:
                 break
             path += (child,)
         self._history.extend(proposal, path)
@@ -214,13 +217,13 @@ def make_rule(
     sampler: SamplerFunction | None,
     processors: Sequence[LogitsProcessor],
     prompt: mx.array,
-    eos_token_ids: frozenset[int],
+    ends: Callable[[int], bool],
 ) -> AcceptanceRule:
     """The rule that is exact for this sampler and these processors at the least cost."""
     sampler = sampler or sample_utils.greedy_sampler
     history = History(processors, prompt)
     if not (is_stateless(sampler) and all_stateless(processors)):
-        return StepwiseRule(sampler, history, eos_token_ids)
+        return StepwiseRule(sampler, history, ends)
     if isinstance(sampler, Sampler):
         return RatioRule(sampler, history)
     return WalkRule(sampler, history)

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 # A copied continuation is at most this many times as long as the text that speaks for it.
 TRUST = 2
+MATCH = 16  # tokens that are compared to find a place in a hint
 
 
 class SuffixIndex:
@@ -45,13 +46,6 @@ class SuffixIndex:
         """The length of the text's longest suffix that stands in it earlier too, and the position behind it there."""
         state = max(0, self._links[self._last])
         return self.lengths[state], self.ends[state]
-
-    def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """From the state and length of the longest suffix of a reader's tokens in the text to those one token on."""
-        while state > 0 and token not in self._moves[state]:
-            state = self._links[state]
-            length = self.lengths[state]
-        return (self._moves[state][token], length + 1) if token in self._moves[state] else (0, 0)
 
     def _notice(self) -> None:
         """Recent text is the better guide: suffixes that stand elsewhere too were met here last."""
@@ -117,34 +111,39 @@ class NgramSource:
 class HintSource:
     """The continuation that the caller expects, as long as the output follows it.
 
-    start: tokens of the text before the output. Where the output leaves the hint, it is found again by the longest
-    suffix of the output that stands in the hint, from `min_match` tokens on.
+    start: tokens of the text before the output. Where the output leaves the hint, it is found again by the longest end
+    of the output, from `min_match` tokens on, that stands in the hint; the place nearest behind the one it left wins.
     """
 
     hinted = True
 
     def __init__(self, hint: Sequence[int], start: int, min_match: int = 2):
-        self._hint, self._index = list(hint), SuffixIndex(hint)
-        self._start, self._min_match = start, min_match
+        self._hint, self._start, self._min_match = list(hint), start, min_match
         self.reset()
 
     def reset(self) -> None:
         self._seen = self._start
-        self._state = self._length = 0
-        self._next: int | None = 0  # in the hint; None while the output is elsewhere
+        self._next, self._astray = 0, False
 
     def continuation(self, text: list[int], limit: int) -> list[int]:
-        for token in text[self._seen :]:
-            self._follow(token)
+        for end in range(self._seen, len(text)):
+            self._follow(text, end)
         self._seen = max(self._seen, len(text))
-        return [] if self._next is None else self._hint[self._next : self._next + limit]
+        return [] if self._astray else self._hint[self._next : self._next + limit]
 
-    def _follow(self, token: int) -> None:
-        self._state, self._length = self._index.step(self._state, self._length, token)
-        if self._next is not None and self._hint[self._next : self._next + 1] == [token]:
+    def _follow(self, text: list[int], at: int) -> None:
+        if not self._astray and self._hint[self._next : self._next + 1] == [text[at]]:
             self._next += 1
-        else:
-            self._next = self._index.ends[self._state] if self._length >= self._min_match else None
+            return
+        places = [(self._match(text, at + 1, place), place) for place in range(1, len(self._hint))]
+        length, place = max(places, key=lambda p: (p[0], p[1] >= self._next, -p[1]), default=(0, 0))
+        self._astray = length < self._min_match
+        self._next = self._next if self._astray else place
+
+    def _match(self, text: list[int], end: int, place: int) -> int:
+        """How many tokens before `place` in the hint are those before `end` in the output, up to MATCH."""
+        most = min(MATCH, place, end - self._start)
+        return next((n for n in range(most) if self._hint[place - 1 - n] != text[end - 1 - n]), most)
 
 
 @dataclass(frozen=True)

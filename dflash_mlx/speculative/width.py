@@ -181,7 +181,7 @@ def make_width(value: str | float, *, timed: bool) -> Width:
         return AutoWidth(timed=timed)
     try:
         threshold = float(value)
-    except ValueError:
+    except (TypeError, ValueError):
         threshold = -1.0
     if not 0 < threshold < 1:
         raise DFlashError(f"width {value!r} is neither 'full' nor 'auto' nor a probability between 0 and 1.")

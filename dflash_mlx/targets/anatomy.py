@@ -14,7 +14,16 @@ import mlx.nn as nn
 
 from ..errors import UnsupportedTargetError
 
-EMBEDDING_NAMES = ("embed_tokens", "word_embeddings", "tok_embeddings", "embeddings", "embed_in", "wte")
+EMBEDDING_NAMES = (
+    "embed_tokens",
+    "word_embeddings",
+    "tok_embeddings",
+    "token_embeddings",
+    "embeddings",
+    "embedding",
+    "embed_in",
+    "wte",
+)
 HEAD_NAMES = ("lm_head", "embed_out", "output")
 
 # Module of the family → factor on the embedding, read from the model that owns the embedding and from its args.
@@ -29,7 +38,7 @@ EMBEDDING_SCALE: dict[str, Callable[[nn.Module], float]] = {
     "granitemoe": lambda owner: owner.embedding_multiplier,
     "granitemoehybrid": lambda owner: owner.embedding_multiplier,
     "minicpm": lambda owner: owner.args.scale_emb,
-    "recurrent_gemma": lambda owner: owner.args.hidden_size**0.5 if owner.scale_by_sqrt_dim else 1.0,
+    "recurrent_gemma": lambda owner: owner.config.hidden_size**0.5 if owner.scale_by_sqrt_dim else 1.0,
 }
 
 
@@ -40,7 +49,7 @@ def _soft_cap(cap: float | None) -> Callable[[mx.array], mx.array]:
 # Module of the family → what it does to the head's output, read from the outermost text model.
 LOGITS_TRANSFORM: dict[str, Callable[[nn.Module], Callable[[mx.array], mx.array]]] = {
     "gemma2": lambda model: _soft_cap(model.final_logit_softcapping),
-    "gemma3n": lambda model: _soft_cap(model.final_logit_softcapping),
+    "gemma3n": lambda model: _soft_cap(model.model.language_model.final_logit_softcapping),
     "gemma4_text": lambda model: _soft_cap(model.final_logit_softcapping),
     "gear": lambda model: _soft_cap(model.args.final_logit_softcapping),
     "granite": lambda model: lambda logits: logits / model.logits_scaling,
@@ -97,12 +106,18 @@ def _find(model: nn.Module, names: tuple[str, ...]) -> tuple[nn.Module, nn.Modul
     return None
 
 
+def vocab_size(model: nn.Module) -> int | None:
+    """Rows of the token embedding; None where it is not found, which matters to drafts alone."""
+    found = _find(model, (*EMBEDDING_NAMES, "embed"))
+    return None if found is None else found[1].weight.shape[0]
+
+
 def dissect(model: nn.Module) -> Anatomy:
     """Find the parts of `model`; UnsupportedTargetError names the class where there are none."""
     found = _find(model, EMBEDDING_NAMES)
     if found is None:
         raise UnsupportedTargetError(
-            f"{family(model)} has no token embedding that a draft could share; generate without a draft."
+            f"{family(model)} has no token embedding that a draft could share; leave out the draft, n-grams work."
         )
     owner, embedding = found
     head = _find(model, HEAD_NAMES)

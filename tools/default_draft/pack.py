@@ -1,6 +1,6 @@
 """Put shards that `dflash-mlx train data` wrote into one file of the repository's data.
 
-    python tools/default_draft/pack.py DIRECTORY tools/default_draft/data/conversations-00003.npz
+python tools/default_draft/pack.py DIRECTORY tools/default_draft/data/conversations-00003.npz
 """
 
 import sys
