@@ -135,12 +135,19 @@ def shared_head(path: Path, raw: dict[str, Any], weights: Weights) -> None:
     speculators(path, raw, weights, head=False)
 
 
+def pruned_vocabulary(path: Path, raw: dict[str, Any], weights: Weights) -> None:
+    """The authors' packaging with a vocabulary of its own: one key and one map, no head."""
+    offsets = {"d2t": vocabulary(raw["hidden_size"], head=False)["d2t"]}
+    write(path, raw | {"draft_vocab_size": DRAFT_VOCAB}, weights | offsets)
+
+
 VARIANTS: dict[str, Callable[[Path, dict[str, Any], Weights], None]] = {
     "one file": one_file,
     "sharded": sharded,
     "bfloat16": half_precision,
     "8 bits": quantized,
     "own embedding and head": own_vocabulary,
+    "pruned, target's head": pruned_vocabulary,
     "speculators, own head": speculators,
     "speculators, target's head": shared_head,
 }
@@ -181,7 +188,7 @@ def test_every_family_in_every_packaging_decodes_as_plainly(family: str, variant
         assert step.width == min(draft.block_size, left)
         left -= len(step.tokens)
     proposed = {t for step in result.steps[1:] for t in step.proposal.tokens[0, 1:].tolist()}
-    if variant.startswith("speculators"):
+    if variant.startswith(("speculators", "pruned")):
         assert proposed <= set(draft_tokens().tolist())
 
 

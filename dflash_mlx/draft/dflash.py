@@ -19,6 +19,7 @@ from .context import DraftContext
 from .dflash2 import CandidateSelector, GroupedConvolution
 from .domino import DominoHead
 from .drafted import Drafted
+from .heads import Head, PrunedHead
 
 # Drafts lose acceptance beyond the contexts they were trained on; a window of this many tokens restores it.
 CONTEXT_LIMIT = 4096
@@ -84,7 +85,8 @@ class DFlashDraft(nn.Module):
     layer 1, ..]. One matmul, one norm and one rotation give the K/V of committed tokens for all layers, and a layer's
     own rows give the K/V of the block.
 
-    token_ids: the tokens that the rows of its head stand for, where those are fewer than the target's.
+    token_ids: the tokens that its logits stand for, where those are fewer than the target's; of a head over all of
+    them, the target's or its own embedding, the draft takes these rows.
     """
 
     def __init__(self, config: DraftConfig, token_ids: mx.array | None = None):
@@ -99,6 +101,7 @@ class DFlashDraft(nn.Module):
         self.layers = [Layer(config) for _ in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self._token_ids = token_ids
+        self._pruned_head = None if token_ids is None else PrunedHead(token_ids)
         if config.selector is not None:
             self.candidate_selector = CandidateSelector(config.vocab_size, config.hidden_size, config.selector)
         if config.domino is not None:
@@ -170,7 +173,7 @@ class DFlashDraft(nn.Module):
         num_positions: int,
         context: DraftContext,
         target_embed: Callable[[mx.array], mx.array],
-        target_head: Callable[[mx.array], mx.array],
+        target_head: Head,
     ) -> Drafted:
         """What it says of the `num_positions` tokens behind the anchor; lazy."""
         rows = num_positions + (not self.config.sample_from_anchor)
@@ -190,21 +193,20 @@ class DFlashDraft(nn.Module):
         scale = self.config.input_embedding_scale
         return embedded if scale == 1.0 else embedded * scale
 
-    def logits(self, hidden: mx.array, target_head: Callable[[mx.array], mx.array]) -> mx.array:
+    def logits(self, hidden: mx.array, target_head: Head) -> mx.array:
         """Normed hidden [1, L, E] to logits [1, L, C] of its vocabulary; the draft's own head where it has one."""
         logits = self._head(target_head)(hidden)
-        if self._token_ids is not None and logits.shape[-1] != self._token_ids.size:
-            logits = logits[..., self._token_ids]
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
         return mx.tanh(logits / cap) * cap if cap else logits
 
-    def _head(self, target_head: Callable[[mx.array], mx.array]) -> Callable[[mx.array], mx.array]:
+    def _head(self, target_head: Head) -> Head:
         if "lm_head" in self:
             return self.lm_head
         tied = self.config.tie_word_embeddings and "embed_tokens" in self
-        return self.embed_tokens.as_linear if tied else target_head
+        head = self.embed_tokens.as_linear if tied else target_head
+        return head if self._pruned_head is None else self._pruned_head.of(head)
 
     def _masks(self, length: int, context: DraftContext) -> list[mx.array | str | None]:
         """The layers' masks; layers of one kind share theirs."""

@@ -15,6 +15,7 @@ import mlx.nn as nn
 from .candidates import largest
 from .config import DraftConfig
 from .drafted import Drafted
+from .heads import rows_of
 
 SHORTLIST = 2048  # tokens of a block that its tokens are chosen from
 
@@ -102,13 +103,3 @@ class Paths:
 
     def _inputs(self, tokens: mx.array) -> mx.array:
         return self._embed(tokens).astype(self._hidden.dtype)
-
-
-def rows_of(linear: nn.Linear | nn.QuantizedLinear, rows: mx.array) -> Callable[[mx.array], mx.array]:
-    """A linear map to some of its outputs; the rows are gathered once."""
-    weight, bias = linear.weight[rows], linear.bias[rows] if "bias" in linear else 0
-    if not isinstance(linear, nn.QuantizedLinear):
-        return lambda x: x @ weight.T + bias
-    scales, biases = linear.scales[rows], linear.biases[rows] if "biases" in linear else None
-    options = {"group_size": linear.group_size, "bits": linear.bits, "mode": linear.mode}
-    return lambda x: mx.quantized_matmul(x, weight, scales=scales, biases=biases, transpose=True, **options) + bias
