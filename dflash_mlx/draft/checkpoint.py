@@ -18,7 +18,7 @@ from .dflash import DFlashDraft
 from .domino import DominoHead
 
 SUFFIXES = ("weight", "scales", "biases", "bias")
-# How packagings call the parts of a Domino head, and the authors.
+# Where packagings put a Domino head.
 CONTAINERS = ("logit_head.", "logits_correction.")
 # The authors' names of its parts, and ours.
 DOMINO = {
@@ -31,6 +31,9 @@ DOMINO |= {
     for suffix in SUFFIXES
     for theirs, ours in (("0", "narrow"), ("2", "widen"))
 }
+# The names of an older training, whose recurrent network starts from a vector that it learned.
+DOMINO["domino_start"] = "domino.start"
+OLDER_DOMINO = {"domino_gru": "prefix_gru", "domino_head.W1": "embed_proj.0", "domino_head.W2": "embed_proj.2"}
 # Tables that are published without the suffix of a module's weight.
 CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 AGAIN = "download the draft again"
@@ -48,7 +51,10 @@ def load_draft(path_or_repo: str | Path, *, dtype: mx.Dtype | None = None) -> DF
     _refuse_whole_model(raw, path)
     config = parse_config(raw, str(path / "config.json"))
     quantization = _quantization(raw, path)
-    weights = published_names(_read_weights(path))
+    tensors = _read_weights(path)
+    weights = published_names(tensors)
+    if len(weights) < len(tensors):
+        raise CheckpointError(f"{path} holds a tensor under two names ({_twice(tensors)}); {AGAIN}.")
     token_ids = _token_ids(weights, config, path)
     weights = _uniform_kv(weights, config, quantization, path)
     draft = _build(DFlashDraft(config, token_ids), weights, quantization, path)
@@ -108,6 +114,12 @@ def published_names(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     names = {f"{name}.weight": name for name in CODEBOOKS if f"{name}.scales" not in weights}
     names |= {ours: theirs for theirs, ours in DOMINO.items()}
     names |= {f"{container}{name}": name for container in CONTAINERS for name in DOMINO}
+    names |= {
+        name.replace(theirs, older): name
+        for name in DOMINO
+        for older, theirs in OLDER_DOMINO.items()
+        if name.startswith(f"{theirs}.")
+    }
     return {names.get(name, name): x for name, x in weights.items()}
 
 
@@ -251,7 +263,7 @@ def _build(
         draft.lm_head = nn.Linear(columns, rows, bias="lm_head.bias" in weights)
     if config.domino is not None:
         biased = [ours.split(".")[1] for theirs, ours in DOMINO.items() if ours.endswith(".bias") and theirs in weights]
-        draft.domino = DominoHead(config, biased)
+        draft.domino = DominoHead(config, biased, learned_start="domino_start" in weights)
     if quantization is None:
         return draft
 
@@ -306,6 +318,11 @@ def _check_tensors(draft: DFlashDraft, weights: dict[str, mx.array], path: Path)
             f"The tensors of {path} do not fit its config ({'; '.join(problems)}); "
             "download the draft again or use the version that made it."
         )
+
+
+def _twice(weights: dict[str, mx.array]) -> str:
+    names = {name: next(iter(published_names({name: x}))) for name, x in weights.items()}
+    return _some(sorted(name for name, theirs in names.items() if name != theirs and theirs in weights))
 
 
 def _some(names: list[str], most: int = 12) -> str:

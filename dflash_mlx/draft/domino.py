@@ -23,11 +23,11 @@ SHORTLIST = 2048  # tokens of a block that its tokens are chosen from
 class DominoHead(nn.Module):
     """correction = widen(silu(narrow([hidden | state]))), state = GRU over the embeddings of anchor and tokens so far.
 
-    biased: which of its four matrices have a bias. The GRU's gates stand in the order reset, update, new; its first
-    state is 0.
+    biased: which of its four matrices have a bias. learned_start: the GRU's first state is a weight, else 0. The GRU's
+    gates stand in the order reset, update, new.
     """
 
-    def __init__(self, config: DraftConfig, biased: Collection[str] = ()):
+    def __init__(self, config: DraftConfig, biased: Collection[str] = (), learned_start: bool = False):
         super().__init__()
         head, hidden_size = config.domino, config.hidden_size
         assert head is not None
@@ -38,6 +38,8 @@ class DominoHead(nn.Module):
         self.state_gates = nn.Linear(head.state_size, 3 * head.state_size, bias="state_gates" in biased)
         self.narrow = nn.Linear(hidden_size + head.state_size, head.rank, bias="narrow" in biased)
         self.widen = nn.Linear(head.rank, rows, bias="widen" in biased)
+        if learned_start:
+            self.start = mx.zeros((head.state_size,))
 
     def step(self, state: mx.array, inputs: mx.array) -> mx.array:
         """The GRU's next state [W, S] from its state and inputs [W, E]."""
@@ -69,7 +71,8 @@ class DominoHead(nn.Module):
         return mx.sort(largest(distance[None], self.shortlist)[1][0])
 
     def first_state(self, anchor: mx.array) -> mx.array:
-        return self.step(mx.zeros((1, self._state_size), anchor.dtype), anchor)
+        start = self.start[None] if "start" in self else mx.zeros((1, self._state_size), anchor.dtype)
+        return self.step(start, anchor)
 
     def corrects(self, position: int) -> bool:
         return position >= self._plain
