@@ -227,13 +227,13 @@ class Run:
         blocks[..., 0] = ids.gather(1, anchors)
         return self.target.embedding[blocks]
 
-    def hidden(self, ids: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of slots 1.. [B, A, 7, V] and the target's at the same tokens."""
+    def hidden(self, ids: Tensor, anchors: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [.., V] of the used slots of 1.. (a mask [B, A, 7]), and the target's of the same tokens."""
         captured, logits = self.target(ids)
         out = self.draft(self.blocks(ids, anchors), captured / self.scale, anchors)[:, :, 1:]
         before = (anchors[..., None] + torch.arange(self.draft.size - 1)).clamp(max=ids.shape[1] - 1)
-        taught = logits[torch.arange(len(ids))[:, None, None], before]
-        return F.linear(out.bfloat16(), self.target.head), taught
+        rows = torch.arange(len(ids))[:, None, None].expand_as(before)
+        return F.linear(out[used].bfloat16(), self.target.head), logits[rows[used], before[used]]
 
     def train(self) -> float:
         args, rng = self.args, np.random.default_rng((0, 2, self.step))
@@ -241,14 +241,16 @@ class Run:
         order = np.random.default_rng((0, 1, self.step // per_epoch)).permutation(len(self.ids))
         rows = order[self.step % per_epoch * args.batch_size :][: args.batch_size]
         anchors, labels, weights, *_ = batch_of(self.ids[rows], self.role[rows], self.vocabulary, args.num_anchors, rng)
-        logits, taught = self.hidden(torch.from_numpy(self.ids[rows]), anchors)
-        used = weights > 0
-        logprobs = logits[used].log_softmax(-1, dtype=torch.float32)
-        loss = F.nll_loss(logprobs, labels[used], reduction="none")
+        # Late slots weigh little and cost as much: a share of them, weighted up, has the same mean.
+        drawn = torch.from_numpy(rng.random(weights.shape) < args.late_share)
+        weights[..., 4:] *= drawn[..., 4:] / args.late_share
+        logits, taught = self.hidden(torch.from_numpy(self.ids[rows]), anchors, weights > 0)
+        logprobs = logits.log_softmax(-1, dtype=torch.float32)
+        loss = F.nll_loss(logprobs, labels[weights > 0], reduction="none")
         if args.distillation:
-            soft = -(taught[used].softmax(-1, dtype=torch.float32) * logprobs).sum(-1)
+            soft = -(taught.softmax(-1, dtype=torch.float32) * logprobs).sum(-1)
             loss = (1 - args.distillation) * loss + args.distillation * soft
-        loss = (loss * weights[used]).sum() / weights.sum()
+        loss = (loss * weights[weights > 0]).sum() / weights.sum()
         self.draft.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
@@ -276,8 +278,8 @@ class Run:
             for row in range(first, len(self.held_ids), 2):
                 ids, role = self.held_ids[row : row + 1], self.held_role[row : row + 1]
                 anchors, _, _, tokens, whole = batch_of(ids, role, self.vocabulary, 48, np.random.default_rng((0, row)))
-                logits, _ = self.hidden(torch.from_numpy(ids), anchors)
-                right = torch.from_numpy(self.vocabulary)[logits.argmax(-1)] == tokens
+                logits, _ = self.hidden(torch.from_numpy(ids), anchors, torch.ones_like(whole))
+                right = torch.from_numpy(self.vocabulary)[logits.argmax(-1)].view_as(tokens) == tokens
                 hits.append((right & whole)[whole[..., 0]])
             prefix = torch.cat(hits).long().cumprod(-1).float()
             found[kind] = round(1 + prefix.sum(-1).mean().item(), 4)
@@ -334,6 +336,7 @@ def main() -> None:
     parser.add_argument("--adamw-rate", type=float, default=5e-4)
     parser.add_argument("--cooldown", type=float, default=0.5)
     parser.add_argument("--distillation", type=float, default=0.5)
+    parser.add_argument("--late-share", type=float, default=0.25, help="of slots 5.. that a step looks at")
     parser.add_argument("--vocabulary", type=int, default=12288)
     parser.add_argument("--minutes-between", type=float, default=4.0, help="between checkpoints")
     parser.add_argument("--profile", type=int, default=0, help="steps to time, and nothing else")
