@@ -31,7 +31,9 @@ CONFIG = {
 
 def random_draft(raw: dict = CONFIG, seed: int = 0) -> DFlashDraft:
     mx.random.seed(seed)
-    draft = DFlashDraft(parse_config(raw, "config.json"))
+    config = parse_config(raw, "config.json")
+    size = config.draft_vocab_size  # its tokens are spread over the target's
+    draft = DFlashDraft(config, None if size is None else mx.arange(size) * config.vocab_size // size)
     for layer in draft.layers:
         for name in ("attention_conv", "mlp_conv"):
             if name in layer:
