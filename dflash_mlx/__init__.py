@@ -1,6 +1,6 @@
 """DFlash speculative decoding for MLX, a drop-in for mlx-lm: the same output in fewer target forwards."""
 
-from .draft import DFlashDraft
+from .draft import DFlashDraft, convert_draft
 from .errors import (
     CheckpointError,
     DFlashError,
@@ -28,6 +28,7 @@ __all__ = [
     "UnsupportedOptionError",
     "UnsupportedTargetError",
     "__version__",
+    "convert_draft",
     "generate",
     "load",
     "load_draft",

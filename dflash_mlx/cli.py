@@ -18,7 +18,7 @@ from . import check, conformance, demo, doctor, machine
 from .bench.prompts import PROMPTS, Prompt
 from .bench.report import Setting, run_bench, table
 from .default_pair import default_draft_path, default_target_path
-from .draft import DFlashDraft
+from .draft import DFlashDraft, convert_draft
 from .errors import DFlashError, TargetStateError, UnsupportedOptionError
 from .generate import generate, stream_generate
 from .load import load, load_draft
@@ -102,6 +102,13 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true")
     command.set_defaults(run=run_demo)
 
+    command = commands.add_parser("convert", help="write a draft to disk, quantized or in another type")
+    command.add_argument("--draft", required=True, help="A DFlash draft (directory or repository), or 'default'.")
+    command.add_argument("--out", type=Path, required=True, help="A new directory.")
+    command.add_argument("--draft-bits", type=int, default=None, metavar="N", help="Quantize it, to 4 or 8 bits.")
+    command.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default=None)
+    command.set_defaults(run=run_convert)
+
     add_train(commands, load_pair)
 
     command = commands.add_parser("doctor", help="what is slow or wrong on this machine")
@@ -115,6 +122,9 @@ def _add_draft(command: argparse.ArgumentParser) -> None:
         "--draft",
         default=None,
         help="A DFlash draft (directory or repository), or 'none'. The default target has a default draft.",
+    )
+    command.add_argument(
+        "--draft-bits", type=int, default=None, metavar="N", help="Quantize the draft on load, to 4 or 8 bits."
     )
     command.add_argument(
         "--block-size", type=int, default=None, help="Nodes of the draft's block, the anchor included."
@@ -164,17 +174,19 @@ def cache_dir() -> Path | None:
 
 def load_pair(args: argparse.Namespace, **options: Any) -> tuple[Any, Any, dict, DFlashDraft | None]:
     """Target, tokenizer, config and draft that the flags name; draft None means that speculation is not running."""
-    name = getattr(args, "model", None)
+    name, bits = getattr(args, "model", None), getattr(args, "draft_bits", None)
     path = str(default_target_path(cache_dir())) if name in (None, DEFAULT) else name
     model, tokenizer, config = load(path, return_config=True, **options)
     for note in machine.slowness(model):
         print(f"Note: {note}", file=sys.stderr)
     chosen = args.draft or (DEFAULT if name in (None, DEFAULT) else "none")
     if chosen == "none":
+        if bits is not None:
+            raise DFlashError(f"--draft-bits {bits} needs a draft; name one with --draft.")
         if args.draft is None and not args.ngram and not getattr(args, "hint", None):
             print("Speculation is not running: name a draft with --draft, or use --ngram.", file=sys.stderr)
         return model, tokenizer, config, None
-    draft = load_draft(default_draft_path() if chosen == DEFAULT else chosen, target=model)
+    draft = load_draft(default_draft_path() if chosen == DEFAULT else chosen, target=model, bits=bits)
     return model, tokenizer, config, draft
 
 
@@ -388,6 +400,7 @@ def run_check(args: argparse.Namespace) -> int:
 def run_conformance(args: argparse.Namespace) -> int:
     for flag, given in (
         ("--draft", args.draft),
+        ("--draft-bits", args.draft_bits),
         ("--block-size", args.block_size),
         ("--prompts", args.prompts),
         ("--num-prompts", args.num_prompts),
@@ -469,6 +482,15 @@ def run_demo(args: argparse.Namespace) -> int:
 
     result = demo.demo(model, tokenizer, draft, args.prompt, max_tokens=args.max_tokens, write=write, **proposing(args))
     print(json.dumps(result) if args.json else "\n\n" + demo.render(result))
+    return 0
+
+
+def run_convert(args: argparse.Namespace) -> int:
+    source = default_draft_path() if args.draft == DEFAULT else args.draft
+    dtype = None if args.dtype is None else getattr(mx, args.dtype)
+    convert_draft(source, args.out, dtype=dtype, bits=args.draft_bits)
+    size = sum(file.stat().st_size for file in args.out.glob("*.safetensors"))
+    print(f"{args.out}: {size / 1e6:.1f} MB")
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+APPLE_BFLOAT16 = 15  # the generation of Apple's GPUs, that of M3, from which bfloat16 is native
 FAST_BLAS_GFLOPS = 15.0  # MLX's bundled reference BLAS reaches 2 to 3, any real one far more
 
 
@@ -59,6 +61,17 @@ def _memory_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return 0
+
+
+def native_bfloat16() -> bool:
+    """Whether the device that MLX computes on multiplies bfloat16 in hardware."""
+    return has_bfloat16(mx.default_device() == mx.cpu, str(mx.device_info().get("architecture", "")))
+
+
+def has_bfloat16(on_cpu: bool, architecture: str) -> bool:
+    """MLX's CPU backend has not, nor have Apple's GPUs before M3; `architecture` is MLX's name, as "applegpu_g14s"."""
+    apple = re.match(r"applegpu_g(\d+)", architecture)
+    return not on_cpu and (apple is None or int(apple[1]) >= APPLE_BFLOAT16)
 
 
 def blas() -> str | None:

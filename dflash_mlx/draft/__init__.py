@@ -5,6 +5,7 @@ from .config import DraftConfig, parse_config
 from .context import DraftContext
 from .dflash import DFlashDraft, finite
 from .drafted import Correction, Drafted
+from .save import convert_draft, save_draft
 
 __all__ = [
     "Correction",
@@ -12,8 +13,10 @@ __all__ = [
     "DraftConfig",
     "DraftContext",
     "Drafted",
+    "convert_draft",
     "finite",
     "load_draft",
     "parse_config",
     "quantize",
+    "save_draft",
 ]

@@ -12,6 +12,7 @@ from huggingface_hub import snapshot_download
 from mlx.utils import tree_flatten
 
 from ..errors import CheckpointError, UnsupportedOptionError
+from ..machine import native_bfloat16
 from . import speculators
 from .config import ARCHITECTURES, DraftConfig, parse_config
 from .dflash import DFlashDraft
@@ -36,16 +37,33 @@ DOMINO["domino_start"] = "domino.start"
 OLDER_DOMINO = {"domino_gru": "prefix_gru", "domino_head.W1": "embed_proj.0", "domino_head.W2": "embed_proj.2"}
 # Tables that are published without the suffix of a module's weight.
 CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
+CHOOSERS = ("domino", "candidate_selector")  # our names of what chooses tokens behind the network
 AGAIN = "download the draft again"
 
 
-def load_draft(path_or_repo: str | Path, *, dtype: mx.Dtype | None = None) -> DFlashDraft:
+def load_draft(
+    path_or_repo: str | Path, *, dtype: mx.Dtype | None = None, bits: int | None = None, group_size: int = 64
+) -> DFlashDraft:
     """Load a DFlash draft in the published format (config.json and safetensors, whole or sharded).
 
-    path_or_repo: a local directory, else a repository on the model hub. dtype: of its floating-point weights; None
-    keeps the file's, except that on the CPU half precision becomes float32, whose matmuls are tens of times faster
-    there. CheckpointError names what is missing, damaged or unknown.
+    path_or_repo: a local directory, else a repository on the model hub. dtype: of its floating-point weights, and so of
+    its activations; None keeps the file's, except that half precision becomes float32 where the device has no native
+    bfloat16: on a CPU its matmuls are tens of times slower, in float16 drafts lose acceptance. bits: quantize it, in
+    groups of `group_size`. CheckpointError names what is missing, damaged or unknown.
     """
+    draft, _ = read_draft(path_or_repo)
+    if dtype is None and draft.dtype != mx.float32 and not native_bfloat16():
+        dtype = mx.float32
+    if dtype is not None:
+        draft.set_dtype(dtype)
+    if bits is not None:
+        quantize(draft, bits, group_size)
+    mx.eval(draft.parameters())
+    return draft
+
+
+def read_draft(path_or_repo: str | Path) -> tuple[DFlashDraft, dict[str, Any]]:
+    """A draft in the types that its files hold, lazy, and its config as written."""
     path = _resolve(path_or_repo)
     raw = _read_json(path / "config.json")
     _refuse_whole_model(raw, path)
@@ -61,22 +79,27 @@ def load_draft(path_or_repo: str | Path, *, dtype: mx.Dtype | None = None) -> DF
     _check_tensors(draft, weights, path)
     draft.load_weights(list(stack(weights, config).items()))
     draft.eval()
-    if dtype is None and mx.default_device() == mx.cpu and draft.dtype != mx.float32:
-        dtype = mx.float32
-    if dtype is not None:
-        draft.set_dtype(dtype)
-    mx.eval(draft.parameters())
-    return draft
+    return draft, raw
 
 
 def quantize(draft: DFlashDraft, bits: int, group_size: int = 64) -> None:
-    """Quantize a draft's matrices in place, as mlx-lm's conversion does; activations keep their type."""
+    """Quantize a draft's matrices in place, as mlx-lm's conversion does; activations keep their type.
+
+    What does not divide into groups stays as it is, and so does what chooses tokens behind the network: of that only
+    single rows are read.
+    """
     if "scales" in draft.kv_proj:
         raise UnsupportedOptionError(
             f"This draft is quantized already, at {draft.kv_proj.bits} bits; load it as it is."
         )
+
+    def chosen(name: str, module: nn.Module) -> bool:
+        if not hasattr(module, "to_quantized") or name.startswith(CHOOSERS):
+            return False
+        return name == "kv_proj" or module.weight.shape[-1] % group_size == 0
+
     try:
-        nn.quantize(draft, group_size=group_size, bits=bits)
+        nn.quantize(draft, group_size=group_size, bits=bits, class_predicate=chosen)
     except (ValueError, RuntimeError) as error:
         raise UnsupportedOptionError(
             f"This draft cannot be quantized to {bits} bits in groups of {group_size} ({_first_line(error)}); "

@@ -128,6 +128,11 @@ class DFlashDraft(nn.Module):
         return self.config.capture_layer_ids
 
     @property
+    def token_ids(self) -> mx.array | None:
+        """The target's tokens that its logits stand for; None where these are all."""
+        return self._token_ids
+
+    @property
     def dtype(self) -> mx.Dtype:
         """The type of its activations."""
         return self.norm.weight.dtype
