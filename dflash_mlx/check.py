@@ -44,20 +44,20 @@ def check_greedy(
     **options: Any,
 ) -> dict[str, Any]:
     """Plain against speculative decoding; `options` go to stream_generate. "lossless" is the verdict."""
-    results = []
+    results, lengths = [], []
     for prompt in tqdm(prompts, desc="prompts", disable=not progress):
         plain = [r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=max_tokens)]
         responses = list(stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, draft_model=draft, **options))
-        result = compare(model, prompt, plain, [r.token for r in responses])
+        results.append(compare(model, prompt, plain, [r.token for r in responses]))
         statistics = responses[-1].statistics  # type: ignore[attr-defined]
-        results.append(result | {"acceptance_length": statistics.acceptance_length})
+        lengths += [statistics.acceptance_length] if statistics.drafted_rounds else []
     return {
         "mode": "greedy",
         "prompts": len(results),
         "identical": sum(r["identical"] for r in results),
         "ties": sum(r.get("tie", False) for r in results),
         "divergences": [r | {"prompt": i} for i, r in enumerate(results) if not r["identical"]],
-        "acceptance_length": sum(r["acceptance_length"] for r in results) / len(results),
+        "acceptance_length": sum(lengths) / len(lengths) if lengths else None,
         "lossless": all(r["identical"] or r["tie"] for r in results),
     }
 
@@ -157,9 +157,10 @@ def render(result: dict[str, Any]) -> str:
             f"distribution, chi-square {result['chi_square']:.1f} with {result['degrees_of_freedom']} degrees of "
             f"freedom, p = {result['p_value']:.3f}"
         )
+    length = result["acceptance_length"]
     lines = [
         f"{verdict}: {result['identical']} of {result['prompts']} outputs identical, {result['ties']} apart at a tie, "
-        f"{result['acceptance_length']:.2f} tokens committed per target forward"
+        + ("nothing drafted" if length is None else f"{length:.2f} tokens committed per target forward")
     ]
     for d in result["divergences"]:
         if "margin" in d:

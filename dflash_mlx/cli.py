@@ -60,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
         add_help=False,
         conflict_handler="resolve",
     )
+    _add_target(command)
     _add_draft(command)
     command.add_argument("--draft-model", dest="draft", default=argparse.SUPPRESS, help="The same as --draft.")
     command.add_argument("--num-draft-tokens", type=int, default=None, help="The same as --block-size minus 1.")
@@ -150,10 +151,14 @@ def proposing(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-def _add_model(command: argparse.ArgumentParser) -> None:
+def _add_target(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--model", default=None, help="Directory or repository of the target; the default pair's if left out."
     )
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    _add_target(command)
     _add_draft(command)
 
 
@@ -206,6 +211,10 @@ def run_generate(args: argparse.Namespace) -> int:
         if args.seed < 0:
             raise DFlashError(f"--seed {args.seed} is negative; use 0 or more.")
         mx.random.seed(args.seed)
+    if args.adapter_path is not None and not (Path(args.adapter_path) / "adapter_config.json").is_file():
+        raise DFlashError(
+            f"--adapter-path {args.adapter_path} holds no adapter_config.json; give an adapter's directory."
+        )
     prompt_cache, metadata = _load_prompt_cache(args)
     tokenizer_config = _json_object(
         f"the tokenizer_config of {args.prompt_cache_file}", metadata.get("tokenizer_config")

@@ -373,8 +373,10 @@ def encode(model: nn.Module, tokenizer: TokenizerWrapper, prompt: str | Sequence
         raise DFlashError("The prompt is empty; give at least one token.")
     limit = context_size(model)
     if limit is not None and tokens.size >= limit:
-        raise DFlashError(
-            f"The prompt has {tokens.size} tokens but the target's context is {limit}; shorten the prompt."
+        warnings.warn(
+            f"The prompt has {tokens.size} tokens but the target was made for {limit}; expect poor text, as from plain "
+            "decoding, or shorten the prompt.",
+            stacklevel=4,
         )
     return tokens
 

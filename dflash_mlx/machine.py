@@ -84,6 +84,12 @@ def blas() -> str | None:
     return fast[0] if fast else "bundled"
 
 
+def installed_openblas() -> Path | None:
+    """Debian's and Ubuntu's OpenBLAS, loaded or not."""
+    found = sorted(Path("/usr/lib").glob(f"{platform.machine()}-linux-gnu*/openblas-pthread/libopenblas.so.0"))
+    return found[0] if found else None
+
+
 def matmul_gflops(seconds: float = 0.2) -> float:
     """float32 speed of a [16, 1024] × [1024, 1024] matmul, a forward's typical shape."""
     a, b = mx.random.normal((16, 1024)), mx.random.normal((1024, 1024))
@@ -101,10 +107,10 @@ def slowness(model: nn.Module | None = None) -> list[str]:
         return []
     found = []
     if blas() == "bundled":
-        found.append(
-            "Matmuls use MLX's bundled BLAS, which is tens of times slower than OpenBLAS: install libopenblas0-pthread "
-            "and start with LD_PRELOAD=/usr/lib/<machine>/openblas-pthread/libopenblas.so.0."
-        )
+        library = installed_openblas()
+        remedy = "install libopenblas0-pthread, then ask dflash-mlx doctor" if library is None else "it is installed"
+        start = "" if library is None else f", so start with LD_PRELOAD={library}"
+        found.append(f"Matmuls use MLX's bundled BLAS, which is tens of times slower than OpenBLAS: {remedy}{start}.")
     if model is not None:
         kinds = {str(a.dtype).rpartition(".")[2] for _, a in tree_flatten(model.parameters())} - {"float32"}
         if kinds:

@@ -24,6 +24,13 @@ def test_greedy_is_lossless(pair):
     assert "LOSSLESS: 3 of 3" in check.render(result)
 
 
+def test_outputs_of_one_round_have_no_acceptance_length(pair):
+    """The first forward has no draft, so a mean over later ones does not exist."""
+    result = check.check_greedy(*pair, [[5, 7, 9]], max_tokens=1, progress=False)
+    assert result["lossless"] and result["acceptance_length"] is None
+    assert "nothing drafted" in check.render(result)
+
+
 def test_divergence_shows_the_targets_margin(pair):
     model = pair[0]
     prompt = PROMPTS[0]

@@ -127,6 +127,7 @@ BAD = {
     "block_size 9": ("--block-size", 9),
     "no/such/draft": ("--draft", "no/such/draft"),
     "cannot be read": ("--prompt-cache-file", "nowhere.safetensors"),
+    "--adapter-path no/such/adapter": ("--adapter-path", "no/such/adapter"),
     "--image": ("--image", "a.png"),
 }
 

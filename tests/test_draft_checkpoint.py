@@ -101,6 +101,7 @@ def test_a_missing_key_is_named(key: str, value: Any) -> None:
         ("architectures", ["DFlash9DraftModel"], "architectures names DFlash9DraftModel, known are DFlashDraftModel"),
         ("architectures", "DFlashDraftModel", "a list of names is needed"),
         ("dflash_config", [1], r"dflash_config is \[1\], an object is needed"),
+        ("dflash_config.target_layer_ids", [0, 2, 2], r"target_layer_ids is \[0, 2, 2\], which names a layer twice"),
         ("hidden_size", "64", "hidden_size is '64', an integer of at least 1"),
         ("hidden_size", 64.0, "hidden_size is 64.0"),
         ("num_hidden_layers", 0, "num_hidden_layers is 0"),

@@ -136,7 +136,7 @@ def table(result: dict[str, Any]) -> str:
     ]
     for row in result["settings"]:
         cells = [
-            f"{row['block_size'] or '–'}" + (" + n-gram" if row["ngram"] else ""),
+            f"{row['block_size'] or 'own'}" + (" + n-gram" if row["ngram"] else ""),
             f"{row['tree_budget'] or 'chain'}",
             row["width"],
             f"{row['tokens_per_s']:.1f}",

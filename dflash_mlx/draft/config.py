@@ -330,6 +330,8 @@ def _capture_layer_ids(reader: _Reader, num_target_layers: int | None) -> tuple[
                 "target_layer_ids",
                 f"holds {layer_id!r}, outside 0..{num_target_layers - 1} (num_target_layers is {num_target_layers})",
             )
+    if len(set(ids)) < len(ids):
+        raise reader.refuse("target_layer_ids", f"is {list(ids)}, which names a layer twice")
     return tuple(ids)
 
 
