@@ -19,8 +19,18 @@ from dflash_mlx.draft import load_draft
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.train.blocks import block_hidden
 from dflash_mlx.train.data import ANSWER, PADDING, TEMPLATE, USER, Shard, StoredHidden, data_files, read_shard
-from dflash_mlx.train.fit import Settings, TargetSide, Trainer, evaluate, make_batch, vocabulary_of
-from dflash_mlx.train.start import draft_config, from_target
+from dflash_mlx.train.fit import (
+    Settings,
+    TargetSide,
+    Trainer,
+    corrected,
+    evaluate,
+    make_batch,
+    slots_hidden,
+    tokens_before,
+    vocabulary_of,
+)
+from dflash_mlx.train.start import draft_config, from_target, with_domino, with_vocabulary
 from dflash_mlx.train.writer import answer, converse
 
 SMALL = Settings(num_steps=6, batch_size=2, num_anchors=5, vocabulary=40, warmup_steps=2, distillation=0.5)
@@ -208,6 +218,53 @@ def test_a_target_built_otherwise_is_refused_with_the_part_that_differs():
         from_target(model, raw)
 
 
+def domino_trainer(settings=SMALL) -> tuple[Trainer, dict]:
+    shard = conversations()
+    draft, raw = with_vocabulary(random_draft(), CONFIG, vocabulary_of(shard, settings.vocabulary))
+    draft, raw = with_domino(draft, raw, state_size=12, rank=8)
+    return Trainer(build("llama", seed=5), draft, shard, settings), raw
+
+
+def test_a_new_domino_head_changes_nothing_and_training_lowers_its_loss():
+    trained, _ = domino_trainer(Settings(num_steps=80, batch_size=6, num_anchors=20, vocabulary=97, muon_rate=0.02))
+    plain = trainer(Settings(num_steps=80, batch_size=6, num_anchors=20, vocabulary=97, muon_rate=0.02))
+    found = [evaluate(t.target, t.draft, t.scale, conversations(), 6, 10) for t in (trained, plain)]
+    assert found[0] == found[1]
+    losses = list(trained.run())
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.5
+    assert mx.abs(trained.draft.domino.widen.weight).max() > 0.01
+
+
+def test_a_domino_head_is_trained_on_what_it_says_along_the_right_tokens(tmp_path):
+    trained, raw = domino_trainer()
+    trained.draft.domino.widen.weight = mx.random.normal(trained.draft.domino.widen.weight.shape)
+    list(trained.run(2))
+    trained.export(tmp_path, raw, {}, dtype=mx.float32)
+    loaded, model = load_draft(tmp_path), build("llama", seed=5)
+    assert loaded.token_ids.tolist() == trained.vocabulary.tolist()
+    ids, anchors = mx.array(conversations().ids[:1]), mx.array([[9, 17]])
+    hidden, _ = trained.target.hidden(ids)
+    slots = slots_hidden(trained.draft, trained.target.inputs(ids, anchors), hidden / trained.scale, anchors)
+    before = tokens_before(ids, anchors, 7)
+    assert before[0, 1].tolist() == ids[0, 17:24].tolist()
+    expected = corrected(trained.target, trained.draft, trained.target.logits(slots), slots, before)[0]
+    for number, anchor in enumerate((9, 17)):
+        context = loaded.make_context()
+        loaded.extend(context, hidden[:, :anchor])
+        said = loaded.draft(ids[0, anchor].item(), 7, context, model.model.embed_tokens, model.lm_head)
+        state = said.correction.start()
+        for position in range(7):
+            # The scale of the features is divided out before or after the sum.
+            assert mx.allclose(said.correction.logits(position, state)[0], expected[number, position], atol=1e-3)
+            state = said.correction.advance(position, state, ids[0, anchor + 1 + position][None])
+
+
+def test_a_checkpoint_of_another_head_is_refused(tmp_path):
+    trainer().save(tmp_path)
+    with pytest.raises(DFlashError, match="another head; use the same flags"):
+        domino_trainer()[0].resume(tmp_path)
+
+
 def test_evaluation_counts_prefixes():
     trained = trainer()
     found = evaluate(trained.target, trained.draft, trained.scale, conversations(), 6, 10)
@@ -306,6 +363,14 @@ def test_data_fit_and_eval_work_together(tmp_path, target, capsys):
     result = json.loads(out)
     assert status == 0 and result["prompts"] == 5 and result["acceptance_length"] >= 1
     status, out, _ = run(capsys, *evaluation, "--tree-budget", 6)
+    assert status == 0 and json.loads(out)["tokens"] == result["tokens"]
+    fit = [tmp_path / "domino" if word == tmp_path / "run" else word for word in fit]
+    fit += ["--draft", draft, "--domino", "--vocabulary", 50, "--num-steps", 4, "--evaluate-every", 2]
+    assert run(capsys, *fit)[0] == 0
+    made = load_draft(tmp_path / "domino" / "draft")
+    assert made.config.family == "Domino" and 0 < made.token_ids.size <= 50
+    evaluation = [tmp_path / "domino" / "draft" if word == draft else word for word in evaluation]
+    status, out, _ = run(capsys, *evaluation)
     assert status == 0 and json.loads(out)["tokens"] == result["tokens"]
 
 

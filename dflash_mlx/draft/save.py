@@ -45,12 +45,18 @@ def save_draft(directory: str | Path, draft: DFlashDraft, config: dict[str, Any]
         quantization = {"group_size": draft.kv_proj.group_size, "bits": draft.kv_proj.bits}
     if quantization:
         config["quantization"] = quantization
-    weights = unstack(dict(tree_flatten(draft.parameters())), draft.config)
-    if draft.token_ids is not None:
-        weights["d2t"] = draft.token_ids - mx.arange(draft.token_ids.size)
+    weights = published_weights(draft)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "mlx"})
         (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"{directory} cannot be written ({error}); make room or name another.") from error
+
+
+def published_weights(draft: DFlashDraft) -> dict[str, mx.array]:
+    """A draft's tensors under their published names, and the map of its own vocabulary where it has one."""
+    weights = unstack(dict(tree_flatten(draft.parameters())), draft.config)
+    if draft.token_ids is not None:
+        weights["d2t"] = draft.token_ids - mx.arange(draft.token_ids.size)
+    return weights

@@ -21,10 +21,10 @@ from ..load import load_draft
 from ..text import chat_prompt
 from .data import DataDirectory, Shard, StoredHidden, data_files, digest, join, read_shard, without
 from .evaluation import decode_all
-from .fit import Settings, Trainer
+from .fit import Settings, Trainer, vocabulary_of
 from .prompts import read_prompts
 from .run import Run
-from .start import draft_config, from_target, spread
+from .start import draft_config, from_target, spread, with_domino, with_vocabulary
 from .writer import answer, captured, converse
 
 LoadPair = Callable[[argparse.Namespace], tuple[nn.Module, Any, dict[str, Any], DFlashDraft | None]]
@@ -175,6 +175,14 @@ def _add_fit(command: argparse.ArgumentParser, load_pair: LoadPair) -> None:
     )
     command.add_argument("--layers", type=int, default=2, help="Of a new draft (2).")
     command.add_argument("--block-size", type=int, default=8, help="Of a new draft (8).")
+    command.add_argument(
+        "--prune-head",
+        action="store_true",
+        help="The draft has logits for the --vocabulary alone, so that it is faster.",
+    )
+    command.add_argument(
+        "--domino", action="store_true", help="Add a Domino head, over the same tokens, where the draft has none."
+    )
     command.add_argument("--mask-token", type=int, default=None, help="Of a new draft: a token that texts never hold.")
     command.add_argument(
         "--held-out", type=Path, default=None, help="Data to evaluate on; the first of --data if left out."
@@ -213,6 +221,10 @@ def run_fit(args: argparse.Namespace, load_pair: LoadPair) -> int:
     start, args.draft = args.draft, "none"
     model, tokenizer, config, _ = load_pair(args)
     draft, raw = starting_draft(args, start, model, tokenizer, config)
+    if (args.prune_head or args.domino) and draft.token_ids is None:
+        draft, raw = with_vocabulary(draft, raw, vocabulary_of(shard, settings.vocabulary))
+    if args.domino and draft.config.domino is None:
+        draft, raw = with_domino(draft, raw)
     whole = StoredHidden.of(files)
     stored = None if whole is None else lambda chosen: whole(rows[list(chosen)].tolist())
     run = Run(Trainer(model, draft, shard, settings, stored), raw, held_out, args.out, digest(files))

@@ -14,10 +14,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from ..draft import DFlashDraft
-from ..draft.checkpoint import unstack
+from ..draft.save import published_weights
 from ..errors import DFlashError
 from ..targets.anatomy import dissect
 from ..targets.instrument import swapped
@@ -136,7 +136,11 @@ class TargetSide:
         batch, num_anchors = anchors.shape
         blocks = mx.full((batch, num_anchors, self._draft.block_size), self._draft.mask_token_id)
         blocks[:, :, 0] = mx.take_along_axis(ids, anchors, axis=1)
-        embedded = self._draft.embed(blocks.reshape(batch, -1), self._anatomy.embed_tokens)
+        return self.embedded(blocks.reshape(batch, -1))
+
+    def embedded(self, tokens: mx.array) -> mx.array:
+        """What the draft reads of tokens [..]: [.., E]."""
+        embedded = self._draft.embed(tokens, self._anatomy.embed_tokens)
         return (embedded * self._anatomy.embedding_scale).astype(mx.float32)
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -152,7 +156,30 @@ def slots_hidden(draft: DFlashDraft, inputs: mx.array, hidden: mx.array, anchors
     return out.reshape(*anchors.shape, draft.block_size, -1)[:, :, 1:]
 
 
-TRAINABLE = frozenset({"fc", "hidden_norm", "kv_proj", "k_norm", "layers", "norm", "rope"})
+def tokens_before(ids: mx.array, anchors: mx.array, num_slots: int) -> mx.array:
+    """The anchor and the tokens behind it, up to the one before the last slot: [B, A, num_slots]."""
+    at = mx.minimum(anchors[..., None] + mx.arange(num_slots), ids.shape[1] - 1)
+    return mx.take_along_axis(ids, at.reshape(len(ids), -1), axis=1).reshape(at.shape)
+
+
+def corrected(target: TargetSide, draft: DFlashDraft, logits: mx.array, hidden: mx.array, tokens: mx.array) -> mx.array:
+    """What a Domino head makes of logits [B, A, S, V] with hidden [B, A, S, E] when `tokens` [B, A, S] went before.
+
+    The first of the tokens is the anchor; where the tokens before are right, a chain says the same.
+    """
+    head = draft.domino
+    inputs = target.embedded(tokens)
+    states = [head.first_state(inputs[:, :, 0])]
+    for slot in range(1, tokens.shape[-1]):
+        states.append(head.step(states[-1], inputs[:, :, slot]))
+    plain = draft.config.domino.plain if draft.config.domino is not None else 0
+    known = mx.concatenate([hidden[:, :, plain:], mx.stack(states[plain:], axis=2)], axis=-1)
+    return mx.concatenate(
+        [logits[:, :, :plain], logits[:, :, plain:] + head.widen(nn.silu(head.narrow(known)))], axis=2
+    )
+
+
+TRAINABLE = frozenset({"fc", "hidden_norm", "kv_proj", "k_norm", "layers", "norm", "rope", "domino"})
 
 
 def check_trainable(draft: DFlashDraft) -> None:
@@ -182,7 +209,8 @@ class Trainer:
         check_trainable(draft)
         draft.set_dtype(mx.float32)
         self.draft, self.shard, self.settings, self._stored = draft, shard, settings, stored
-        self.vocabulary = vocabulary_of(shard, settings.vocabulary)
+        own = draft.token_ids
+        self.vocabulary = vocabulary_of(shard, settings.vocabulary) if own is None else np.array(own)
         self.target = TargetSide(model, draft, self.vocabulary)
         self.step = 0
         self.scale = feature_scale(self.target, shard)
@@ -192,7 +220,8 @@ class Trainer:
                 optim.Muon(partial(_rate, settings.muon_rate, settings), weight_decay=0.0),
                 optim.AdamW(partial(_rate, settings.adamw_rate, settings), weight_decay=0.0),
             ],
-            [lambda name, array: array.ndim == 2 and "norm" not in name],
+            # A Domino head's last matrix has a row for every token, of which most go without a gradient.
+            [lambda name, array: array.ndim == 2 and "norm" not in name and "widen" not in name],
         )
         self.optimizer.init(draft.trainable_parameters())
         self._loss_and_grad = nn.value_and_grad(draft, self._loss)
@@ -218,8 +247,9 @@ class Trainer:
             yield loss
 
     def _train_on(self, batch: Batch, rows: Sequence[int]) -> float:
+        settings = self.settings
         ids, anchors = mx.array(batch.ids), mx.array(batch.anchors)
-        if self._stored is None or self.settings.distillation:
+        if self._stored is None or settings.distillation:
             hidden, target_logits = self.target.hidden(ids)
         else:
             hidden, target_logits = self._stored(rows).astype(mx.float32), mx.zeros(0)
@@ -230,8 +260,10 @@ class Trainer:
             mx.array(batch.labels),
             mx.array(batch.weights),
             mx.stop_gradient(target_logits),
+            ids,
+            mx.array(1 - self.step / settings.num_steps),
         )
-        grads, _ = optim.clip_grad_norm(grads, self.settings.clip_norm)
+        grads, _ = optim.clip_grad_norm(grads, settings.clip_norm)
         self.optimizer.update(self.draft, grads)
         mx.eval(loss, self.draft.parameters(), self.optimizer.state)
         return loss.item()
@@ -244,8 +276,21 @@ class Trainer:
         labels: mx.array,
         weights: mx.array,
         target_logits: mx.array,
+        ids: mx.array,
+        uncorrected: mx.array,
     ) -> mx.array:
-        logits = self.target.logits(slots_hidden(self.draft, inputs, hidden, anchors))
+        """uncorrected: the share of the logits before a Domino head's correction; it falls from 1 to 0 over the run."""
+        slots = slots_hidden(self.draft, inputs, hidden, anchors)
+        logits = self.target.logits(slots)
+        loss = self._mean(logits, anchors, labels, weights, target_logits)
+        if "domino" not in self.draft:
+            return loss
+        logits = corrected(self.target, self.draft, logits, slots, tokens_before(ids, anchors, slots.shape[2]))
+        return uncorrected * loss + (1 - uncorrected) * self._mean(logits, anchors, labels, weights, target_logits)
+
+    def _mean(
+        self, logits: mx.array, anchors: mx.array, labels: mx.array, weights: mx.array, target_logits: mx.array
+    ) -> mx.array:
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         loss = -mx.take_along_axis(logprobs, labels[..., None], axis=-1)[..., 0]
         share = self.settings.distillation
@@ -292,6 +337,11 @@ class Trainer:
                 "use the same settings to continue it or another directory."
             )
         draft = [(name.removeprefix("draft."), a) for name, a in arrays.items() if name.startswith("draft.")]
+        if {name for name, _ in draft} != {name for name, _ in tree_flatten(self.draft.parameters())}:
+            raise DFlashError(
+                f"{file} is of a draft with other layers or another head; use the same flags to continue it or another "
+                "directory."
+            )
         self.draft.load_weights(draft)
         state = [(name.removeprefix("optimizer."), a) for name, a in arrays.items() if name.startswith("optimizer.")]
         self.optimizer.state = tree_unflatten(state)
@@ -309,9 +359,9 @@ class Trainer:
     ) -> None:
         """The draft in the published format, with the scale of the features folded in, and how it was made."""
         directory.mkdir(parents=True, exist_ok=True)
-        weights = dict(tree_flatten(self.draft.parameters()))
+        weights = published_weights(self.draft)
         weights["fc.weight"] = weights["fc.weight"] / self.scale
-        published = tree_map(lambda array: array.astype(dtype), unstack(weights, self.draft.config))
+        published = {name: x.astype(dtype) if mx.issubdtype(x.dtype, mx.floating) else x for name, x in weights.items()}
         replace(
             directory / "model.safetensors",
             lambda file: mx.save_safetensors(str(file), published, metadata={"format": "mlx"}),
@@ -349,7 +399,10 @@ def evaluate(
         batch = make_batch(shard, [row], vocabulary, draft.block_size, num_anchors, 1e9, rng)
         ids, anchors = mx.array(batch.ids), mx.array(batch.anchors)
         hidden, _ = target.hidden(ids)
-        logits = target.logits(slots_hidden(draft, target.inputs(ids, anchors), hidden / scale, anchors))
+        slots = slots_hidden(draft, target.inputs(ids, anchors), hidden / scale, anchors)
+        logits = target.logits(slots)
+        if "domino" in draft:
+            logits = corrected(target, draft, logits, slots, tokens_before(ids, anchors, slots.shape[2]))
         guesses = vocabulary[np.array(mx.argmax(logits, axis=-1))]
         wanted = batch.ids[
             np.arange(1)[:, None, None],

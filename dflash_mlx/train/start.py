@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
 from ..draft import DFlashDraft, parse_config
@@ -88,6 +89,35 @@ def from_target(model: nn.Module, raw_config: dict[str, Any]) -> DFlashDraft:
     draft.load_weights([(name, stacked[name]) for name in wanted])
     mx.eval(draft.parameters())
     return draft
+
+
+def with_vocabulary(draft: DFlashDraft, raw: dict[str, Any], tokens: np.ndarray) -> tuple[DFlashDraft, dict[str, Any]]:
+    """The draft and its published config with logits of these tokens alone, rising."""
+    if len(tokens) >= draft.config.vocab_size:
+        return draft, raw
+    raw = raw | {"draft_vocab_size": len(tokens)}
+    return _rebuilt(draft, raw, mx.array(tokens)), raw
+
+
+def with_domino(
+    draft: DFlashDraft, raw: dict[str, Any], *, state_size: int = 512, rank: int = 128
+) -> tuple[DFlashDraft, dict[str, Any]]:
+    """The draft and its published config with a new Domino head, which corrects nothing until it is trained."""
+    sizes = {"gru_hidden_dim": state_size, "emb_dim": rank, "pure_draft_prefix_len": 1}
+    dflash_config = raw.get("dflash_config", {}) | {"projector_type": "domino", "shift_label": False} | sizes
+    raw = raw | {"dflash_config": dflash_config}
+    deeper = _rebuilt(draft, raw, draft.token_ids)
+    deeper.domino.widen.weight = mx.zeros_like(deeper.domino.widen.weight)
+    return deeper, raw
+
+
+def _rebuilt(draft: DFlashDraft, raw: dict[str, Any], token_ids: mx.array | None) -> DFlashDraft:
+    mx.random.seed(0)
+    rebuilt = DFlashDraft(parse_config(raw, "the new draft's config"), token_ids)
+    rebuilt.load_weights(tree_flatten(draft.parameters()), strict=False)
+    rebuilt.eval()
+    mx.eval(rebuilt.parameters())
+    return rebuilt
 
 
 def _unlike(part: str) -> str:
