@@ -6,6 +6,7 @@ from .errors import (
     DFlashError,
     PairMismatchError,
     TargetStateError,
+    UnknownPairError,
     UnsupportedOptionError,
     UnsupportedTargetError,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "PromptCache",
     "Statistics",
     "TargetStateError",
+    "UnknownPairError",
     "UnsupportedOptionError",
     "UnsupportedTargetError",
     "__version__",

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from .draft import DFlashDraft, convert_draft
 from .errors import DFlashError, TargetStateError, UnsupportedOptionError
 from .generate import generate, stream_generate
 from .load import load, load_draft
+from .pairs import choose_draft, known_targets
 from .prompt_cache import load_prompt_cache
 from .speculative.sampling import Sampler, make_sampler
 from .text import chat_prompt
@@ -103,6 +105,10 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true")
     command.set_defaults(run=run_demo)
 
+    command = commands.add_parser("pairs", help="the targets that a published draft is known for")
+    command.add_argument("--json", action="store_true")
+    command.set_defaults(run=run_pairs)
+
     command = commands.add_parser("convert", help="write a draft to disk, quantized or in another type")
     command.add_argument("--draft", required=True, help="A DFlash draft (directory or repository), or 'default'.")
     command.add_argument("--out", type=Path, required=True, help="A new directory.")
@@ -122,7 +128,8 @@ def _add_draft(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--draft",
         default=None,
-        help="A DFlash draft (directory or repository), or 'none'. The default target has a default draft.",
+        help="A DFlash draft (directory or repository), 'auto' for the one known for the target (see `pairs`), or "
+        "'none'. The default target has a default draft.",
     )
     command.add_argument(
         "--draft-bits", type=int, default=None, metavar="N", help="Quantize the draft on load, to 4 or 8 bits."
@@ -185,6 +192,10 @@ def load_pair(args: argparse.Namespace, **options: Any) -> tuple[Any, Any, dict,
     for note in machine.slowness(model):
         print(f"Note: {note}", file=sys.stderr)
     chosen = args.draft or (DEFAULT if name in (None, DEFAULT) else "none")
+    if chosen == "auto":
+        choice = choose_draft(path, config)
+        print(f"--draft auto: {choice}", file=sys.stderr)
+        chosen = choice.draft.draft
     if chosen == "none":
         if bits is not None:
             raise DFlashError(f"--draft-bits {bits} needs a draft; name one with --draft.")
@@ -491,6 +502,23 @@ def run_demo(args: argparse.Namespace) -> int:
 
     result = demo.demo(model, tokenizer, draft, args.prompt, max_tokens=args.max_tokens, write=write, **proposing(args))
     print(json.dumps(result) if args.json else "\n\n" + demo.render(result))
+    return 0
+
+
+def run_pairs(args: argparse.Namespace) -> int:
+    if args.json:
+        print(json.dumps([asdict(target) for target in known_targets()]))
+        return 0
+    rows = [("target", "draft", "family", "GB", "checked", "source")]
+    for target in known_targets():
+        for draft in target.drafts:
+            size = "" if draft.gigabytes is None else f"{draft.gigabytes:.1f}"
+            rows.append((target.target, draft.draft, draft.family, size, draft.checked, draft.source))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print("\n--draft auto takes the first of a target's drafts, for the target, its quantizations and its fine-tunes.")
+    print("Checked: the pair, by `dflash-mlx check` and bench; or its structure, on random weights (docs/DRAFTS.md).")
     return 0
 
 

@@ -9,6 +9,10 @@ class PairMismatchError(DFlashError):
     """The draft was not made for this target."""
 
 
+class UnknownPairError(DFlashError):
+    """No draft is known for this target, or more than one target could be meant."""
+
+
 class CheckpointError(DFlashError):
     """A checkpoint or its config is missing, damaged or of an unknown kind."""
 

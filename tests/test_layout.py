@@ -11,7 +11,7 @@ LAYERS = [
     {"cli"},
     {"server", "train", "demo", "check", "conformance", "doctor", "bench"},
     {"generate"},
-    {"load", "text", "prompt_cache"},
+    {"load", "pairs", "text", "prompt_cache"},
     {"speculative"},
     {"targets"},
     {"draft"},
