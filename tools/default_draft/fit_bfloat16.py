@@ -9,10 +9,12 @@ Same data, loss, optimizers and output; about eight times the speed on such a CP
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
-import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -105,7 +107,8 @@ class Draft(torch.nn.Module):
         super().__init__()
         self.config = json.loads((directory / "config.json").read_text())
         for name, array in load_file(directory / "model.safetensors").items():
-            self.register_parameter(name.replace(".", "__"), torch.nn.Parameter(array.float()))
+            if name != "d2t":
+                self.register_parameter(name.replace(".", "__"), torch.nn.Parameter(array.float()))
         self.rotary = Rotary(self.config, self.config["head_dim"])
         self.size = self.config["block_size"]
 
@@ -298,10 +301,27 @@ class Run:
         (out / "curve.json").write_text(json.dumps(self.curve, indent=1) + "\n")
         weights = {name.replace("__", "."): p.detach().clone() for name, p in self.draft.named_parameters()}
         weights["fc.weight"] /= self.scale
+        weights = {name: w.bfloat16() for name, w in weights.items()}
+        # Logits for the tokens trained on alone, as `dflash-mlx train fit --prune-head` exports.
+        weights["d2t"] = torch.from_numpy(self.vocabulary - np.arange(len(self.vocabulary))).int()
+        config = self.draft.config | {"draft_vocab_size": len(self.vocabulary)}
         (out / "draft").mkdir(exist_ok=True)
-        shutil.copyfile(self.args.draft / "config.json", out / "draft" / "config.json")
-        save_file({n: w.bfloat16() for n, w in weights.items()}, out / "draft" / ".writing", {"format": "mlx"})
+        save_file(weights, out / "draft" / ".writing", {"format": "mlx"})
         os.replace(out / "draft" / ".writing", out / "draft" / "model.safetensors")
+        for name, content in (("config.json", config), ("provenance.json", self.provenance())):
+            (out / "draft" / name).write_text(json.dumps(content, indent=1) + "\n")
+
+    def provenance(self) -> dict[str, Any]:
+        digest = hashlib.sha256(b"".join(file.read_bytes() for file in files_of(self.args.data))).hexdigest()
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+        return {
+            "command": " ".join(sys.argv),
+            "commit": git.stdout.strip() or None,
+            "versions": {"torch": torch.__version__, "numpy": np.__version__},
+            "data_sha256": digest,
+            "conversations": len(self.ids),
+            "held_out": self.curve[-1],
+        }
 
     def resume(self) -> bool:
         file = self.args.out / "trainer.pt"
@@ -317,9 +337,12 @@ class Run:
         return True
 
 
+def files_of(paths: list[Path]) -> list[Path]:
+    return [file for path in paths for file in (sorted(path.glob("*.npz")) if path.is_dir() else [path])]
+
+
 def read(paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
-    files = [file for path in paths for file in (sorted(path.glob("*.npz")) if path.is_dir() else [path])]
-    arrays = [np.load(file) for file in files]
+    arrays = [np.load(file) for file in files_of(paths)]
     return np.concatenate([a["ids"] for a in arrays]).astype(np.int64), np.concatenate([a["role"] for a in arrays])
 
 
