@@ -278,14 +278,17 @@ def test_threshold_keeps_probable_nodes_and_fills_up_to_a_size():
 
 
 def test_costs_find_the_line_that_made_them():
+    def seconds(nodes, drafted):
+        return 0.05 + 0.002 * nodes + 0.012 * (drafted > 0) + 0.001 * drafted
+
     costs, rng = Costs(), random.Random(0)
     for _ in range(300):
         nodes, drafted = rng.choice(sorted(SIZES)[:9]), rng.randrange(8)
-        costs.observe(nodes, drafted, 0.05 + 0.002 * nodes + 0.004 * drafted)
+        costs.observe(nodes, drafted, seconds(nodes, drafted))
         costs.observe(nodes, drafted, 5.0)  # a pause of the consumer
-    for nodes, drafted in ((1, 0), (8, 7), (24, 3)):
+    for nodes, drafted in ((1, 0), (8, 7), (24, 3), (2, 1)):
         ratio = costs(nodes, drafted) / costs(4, 4)
-        assert abs(ratio / ((0.05 + 0.002 * nodes + 0.004 * drafted) / (0.05 + 0.008 + 0.016)) - 1) < 0.05
+        assert abs(ratio / (seconds(nodes, drafted) / seconds(4, 4)) - 1) < 0.05
 
 
 def test_survival_is_the_share_that_passed():
