@@ -73,8 +73,9 @@ class RoundCost:
     """Median seconds of a round and of its parts at one block size, measured in turn at the same depth.
 
     round_s: a round of real decoding. target_forward_s: a bare forward of the target, logits evaluated.
-    draft_forward_s: a bare draft forward with the head and argmax. host_s: Python's time to build the graphs of a
-    round; handing them to the device is left out, since the CPU backend works while it takes them.
+    draft_forward_s: a bare draft forward with the context of one token, head and argmax. host_s: Python's time to
+    build the graphs of a round; handing them to the device is left out, since the CPU backend works while it takes
+    them.
     """
 
     block_size: int
@@ -102,6 +103,8 @@ class RoundBench:
         with mx.stream(generation_stream):
             for _, hidden in self._target.prefill(tokens, len(prompt)):
                 self._proposer.extend(tokens[:-1], hidden)
+        self._last = tokens[-2:-1], None if hidden is None else hidden[:, -1:]
+        mx.eval(self._last, self._proposer.arrays())
 
     def target_forward(self) -> None:
         with mx.stream(generation_stream):
@@ -110,8 +113,11 @@ class RoundBench:
                 cache.trim(self._block_size)
 
     def draft_forward(self) -> None:
+        """With the context of one committed token, the least that a round brings."""
         with mx.stream(generation_stream):
+            self._proposer.extend(*self._last)
             mx.eval(self._proposer.propose(self._anchor, self._block_size).tokens)
+            self._proposer.rewind(self._target.position)
 
     def host_s(self) -> float:
         """Seconds that building the graphs of one round takes; the round accepts nothing."""
