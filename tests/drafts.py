@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
-from dflash_mlx.draft import DFlashDraft, parse_config
+from dflash_mlx.draft import DFlashDraft, Drafted, parse_config
 from dflash_mlx.draft.checkpoint import unstack
 
 CONFIG = {
@@ -87,3 +87,13 @@ def shifted_domino(raw: dict = CONFIG) -> dict:
 
 def unshifted_domino(raw: dict = CONFIG) -> dict:
     return domino(raw, shift=False)
+
+
+def along(drafted: Drafted, tokens: list[int]) -> mx.array:
+    """The logits [n, C] of every position when `tokens` are chosen."""
+    assert drafted.correction is not None
+    state, rows = drafted.correction.start(), []
+    for position, token in enumerate(tokens):
+        rows.append(drafted.correction.logits(position, state))
+        state = drafted.correction.advance(position, state, mx.array([token]))
+    return mx.concatenate(rows)

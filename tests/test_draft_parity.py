@@ -10,8 +10,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from drafts import along
 
-from dflash_mlx.draft import DFlashDraft, Drafted, load_draft
+from dflash_mlx.draft import DFlashDraft, load_draft
 
 REFERENCE = Path(__file__).parent / "data" / "draft_reference"
 CASES = sorted(path.stem for path in REFERENCE.glob("*.npz"))
@@ -85,16 +86,6 @@ def test_every_round_equals_the_official_module(name: str, tmp_path: Path) -> No
         logits = draft.logits(hidden, case.head)
         assert max_difference(hidden, case.results[i][0]) < TOLERANCE, f"hidden of round {i}"
         assert max_difference(logits, case.results[i][1]) < TOLERANCE, f"logits of round {i}"
-
-
-def along(drafted: Drafted, tokens: list[int]) -> mx.array:
-    """The logits [n, C] of every position when `tokens` are chosen."""
-    assert drafted.correction is not None
-    state, rows = drafted.correction.start(), []
-    for position, token in enumerate(tokens):
-        rows.append(drafted.correction.logits(position, state))
-        state = drafted.correction.advance(position, state, mx.array([token]))
-    return mx.concatenate(rows)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("dflash2")])

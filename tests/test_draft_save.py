@@ -8,14 +8,13 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from drafts import CONFIG, dflash2, domino, write_draft
+from domino import EXPORTS, said
+from domino import write as write_domino
+from drafts import CONFIG, along, dflash2, domino, write_draft
 from mlx.utils import tree_flatten
 from test_draft_checkpoint import V0, quantized_checkpoint
 from test_draft_checkpoint import forward as forward_64
-from test_draft_domino import EXPORTS, said
-from test_draft_domino import write as write_domino
 from test_draft_heads import pruned_draft
-from test_draft_parity import along
 from test_draft_published import published, speculators
 from tiny import LLAMA, build
 from tokens import tiny_tokenizer
