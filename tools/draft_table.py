@@ -94,6 +94,13 @@ def pair(raw: dict[str, Any], seed: int, directory: Path) -> tuple[DFlashDraft, 
     return load_draft(directory, dtype=mx.float32), theirs
 
 
+def saved(draft: Path) -> Any:
+    """The draft as the official loader reads it from what `convert_draft` writes."""
+    with tempfile.TemporaryDirectory() as scratch:
+        convert_draft(draft, Path(scratch) / "draft")
+        return official.load_draft(f"{scratch}/draft")
+
+
 def relative(a: mx.array, b: mx.array) -> float:
     return (mx.abs(a - b).max() / mx.maximum(mx.abs(b).max(), 1)).item()
 
@@ -212,7 +219,8 @@ def loop(name: str) -> dict[str, Any]:
     model, other = (tiny.build(architecture, config) for _ in range(2))
     tokenizer = tiny_tokenizer(SMALL_VOCAB)
     with tempfile.TemporaryDirectory() as scratch:
-        ours, theirs = pair(raw, 5, Path(scratch))
+        ours, _ = pair(raw, 5, Path(scratch))
+        theirs = saved(Path(scratch))
     runs = []
     for i in range(12):
         prompt = np.random.RandomState(i).randint(3, SMALL_VOCAB, size=5 + i).tolist()
@@ -226,12 +234,10 @@ def loop(name: str) -> dict[str, Any]:
 
 
 def default_loop(num_prompts: int) -> dict[str, Any]:
-    """The default pair, its draft read by both loaders; ours is written anew by `convert_draft` first."""
+    """The default pair."""
     model, tokenizer = mlx_lm.load(str(default_target_path()))
     other, _ = mlx_lm.load(str(default_target_path()))
-    with tempfile.TemporaryDirectory() as scratch:
-        convert_draft(default_draft_path(), Path(scratch) / "draft")
-        ours, theirs = load_draft(Path(scratch) / "draft", target=model), official.load_draft(f"{scratch}/draft")
+    ours, theirs = load_draft(default_draft_path(), target=model), saved(default_draft_path())
     theirs.set_dtype(mx.float32)
     runs = []
     for prompt in PROMPTS[:: max(1, len(PROMPTS) // num_prompts)][:num_prompts]:
@@ -303,67 +309,63 @@ def timed(name: str, rounds: int) -> dict[str, Any]:
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
+HEAD = """# Drafts
+
+Every draft family and variant against the official `dflash` package, on random weights of the published tensor names
+and shapes at small widths. Made by `tools/draft_table.py`, which says how, with
+{environment}.
+
+## Parity
+
+The largest error over all rounds of a case, relative to the largest entry where that is above 1 (float32; sums may run
+in another order), and the proposed tokens that are the same. The package has no Domino: there the reference is a
+float64 transcription of the formula (`tests/domino.py`), given our hidden states.
+
+| family | variant | against | hidden states | logits | same tokens |
+|---|---|---|---|---|---|
+"""
+ACCEPTANCE = f"""
+Packagings (one file or shards, bfloat16, 8 bits, own embedding and head, pruned vocabularies, the speculators
+packaging) of each published structure decode as plain decoding does in `tests/test_draft_published.py`.
+
+## Acceptance
+
+Whole greedy generations of both packages with the same target and draft, theirs read by their loader from what our
+`convert_draft` writes: the same tokens, and the same number committed in every round that has a whole block. Random
+drafts are right by chance, so their targets have {SMALL_VOCAB} tokens.
+
+| pair | same tokens | same rounds | acceptance length | official |
+|---|---|---|---|---|
+"""
+TIME = """
+## Time
+
+A draft's part of a round at block 16 behind 512 committed tokens, 4 more of them each time: context, block, head and
+greedy choice; float32, ours and the official module's in turn, medians. The ratio is the median of the rounds' own.
+
+| draft | ours | official | ratio |
+|---|---|---|---|
+"""
+
+
 def markdown(result: dict[str, Any]) -> str:
     environment = ", ".join(f"{name} {value}" for name, value in result["versions"].items())
     environment += f", {result['machine']['chip']}, {result['machine']['device']}, BLAS {result['blas']}"
-    lines = [
-        "# Drafts",
-        "",
-        "Every draft family and variant against the official `dflash` package, on random weights of the",
-        "published tensor names and shapes at small widths. Made by `tools/draft_table.py` (it says how) with",
-        f"{environment}.",
-        "",
-        "## Parity",
-        "",
-        "The largest error over all rounds of a case, relative to the largest entry where that is above 1 (float32;",
-        "sums may run in another order), and the proposed tokens that are the same. The package has no Domino:",
-        "the reference is a float64 transcription of the formula (`tests/domino.py`), given our hidden states.",
-        "",
-        "| family | variant | against | hidden states | logits | same tokens |",
-        "|---|---|---|---|---|---|",
-    ]
+    text = HEAD.format(environment=environment)
     for r in result["parity"]:
         hidden = "" if r["family"] == "Domino" else f"{r['hidden_error']:.0e}"
-        lines.append(
-            f"| {r['family']} | {r['variant']} | {r['against']} | {hidden} | {r['logits_error']:.0e} "
-            f"| {r['same_tokens']} of {r['proposed_tokens']} |"
-        )
-    lines += [
-        "",
-        "Packagings (one file or shards, bfloat16, 8 bits, own embedding and head, pruned vocabularies, the",
-        "speculators packaging) of each published structure decode as plain decoding does in",
-        "`tests/test_draft_published.py`.",
-        "",
-        "## Acceptance",
-        "",
-        "Whole greedy generations of both packages, the same target and draft: the same tokens, and the same number of",
-        "tokens committed in every round of a whole block. Random drafts are right by chance, so their targets have",
-        f"{SMALL_VOCAB} tokens.",
-        "",
-        "| pair | same tokens | same rounds | acceptance length | official |",
-        "|---|---|---|---|---|",
-    ]
+        text += f"| {r['family']} | {r['variant']} | {r['against']} | {hidden} | {r['logits_error']:.0e} "
+        text += f"| {r['same_tokens']} of {r['proposed_tokens']} |\n"
+    text += ACCEPTANCE
     for r in result["loops"]:
-        lines.append(
-            f"| {r['pair']} | {r['same_tokens']} of {r['generations']} | {r['same_rounds']} of {r['generations']} "
-            f"| {r['acceptance_length']:.3f} | {r['official_acceptance_length']:.3f} |"
-        )
-    lines += [
-        "",
-        "## Time",
-        "",
-        "A draft's part of a round at block 16 behind 512 committed tokens, 4 more of them each time: context, block,",
-        "head and greedy choice; float32, ours and the official module's in turn, medians. The ratio is the median of",
-        "the rounds' own.",
-        "",
-        "| draft | ours | official | ratio |",
-        "|---|---|---|---|",
-    ]
+        same = [f"{r[key]} of {r['generations']}" for key in ("same_tokens", "same_rounds")]
+        text += f"| {r['pair']} | {' | '.join(same)} | {r['acceptance_length']:.3f} "
+        text += f"| {r['official_acceptance_length']:.3f} |\n"
+    text += TIME
     for r in result["times"]:
-        lines.append(
-            f"| {r['draft']} | {1e3 * r['draft_s']:.1f} ms | {1e3 * r['official_draft_s']:.1f} ms | {r['ratio']:.2f} |"
-        )
-    return "\n".join(lines) + "\n"
+        text += f"| {r['draft']} | {1e3 * r['draft_s']:.1f} ms | {1e3 * r['official_draft_s']:.1f} ms "
+        text += f"| {r['ratio']:.2f} |\n"
+    return text
 
 
 def main() -> None:
