@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import tempfile
 import time
@@ -32,6 +31,18 @@ from dflash_mlx.default_pair import default_draft_path, default_target_path
 from dflash_mlx.load import load_draft
 
 official.snapshot_download = lambda path, **_: path  # its loader asks the hub; the pair is local
+
+
+def default_draft(directory: Path, block_size: int = 0) -> None:
+    """Write the default draft as the official package reads it: with logits of the whole vocabulary."""
+    config = json.loads((default_draft_path() / "config.json").read_text())
+    config.pop("draft_vocab_size", None)
+    config["block_size"] = max(block_size, config["block_size"])
+    weights = mx.load(str(default_draft_path() / "model.safetensors"))
+    weights.pop("d2t", None)
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(directory / "model.safetensors"), weights)
 
 
 def official_run(model, draft, tokenizer, prompt, block_size, max_tokens):
@@ -116,10 +127,8 @@ def main():
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         for size in map(int, args.block_sizes.split(",")):
-            path = Path(shutil.copytree(default_draft_path(), Path(scratch) / str(size)))
-            config = json.loads((path / "config.json").read_text())
-            config["block_size"] = max(size, config["block_size"])
-            (path / "config.json").write_text(json.dumps(config))
+            path = Path(scratch) / str(size)
+            default_draft(path, size)
             rows.append(compare(size, path, (ours_model, official_model), tokenizer, prompts, args.max_tokens))
             print(json.dumps(rows[-1]), flush=True)
     print(json.dumps({"rows": rows, "machine": machine.device_facts(), "versions": machine.versions()}))

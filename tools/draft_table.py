@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import domino
 import tiny
+from compare_official import default_draft
 from draft_reference import BASE, CASES, FULL, SLIDING, caches, draw, official_draft, start_late
 from draft_reference import Target as Parts
 from drafts import along
@@ -40,7 +41,7 @@ from tokens import tiny_tokenizer
 
 from dflash_mlx import __version__, load_draft, machine, stream_generate
 from dflash_mlx.bench.prompts import PROMPTS
-from dflash_mlx.default_pair import default_draft_path, default_target_path
+from dflash_mlx.default_pair import default_target_path
 from dflash_mlx.draft import DFlashDraft, convert_draft
 from dflash_mlx.speculative.causal import followed
 
@@ -237,7 +238,9 @@ def default_loop(num_prompts: int) -> dict[str, Any]:
     """The default pair."""
     model, tokenizer = mlx_lm.load(str(default_target_path()))
     other, _ = mlx_lm.load(str(default_target_path()))
-    ours, theirs = load_draft(default_draft_path(), target=model), saved(default_draft_path())
+    with tempfile.TemporaryDirectory() as scratch:
+        default_draft(path := Path(scratch) / "draft")
+        ours, theirs = load_draft(path, target=model), saved(path)
     theirs.set_dtype(mx.float32)
     runs = []
     for prompt in PROMPTS[:: max(1, len(PROMPTS) // num_prompts)][:num_prompts]:
