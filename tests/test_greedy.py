@@ -3,13 +3,17 @@
 import functools
 
 import mlx.core as mx
+import mlx_lm
 import pytest
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 from reference import fresh_prefill, margin, plain_tokens
 from run import run
 from scripted import ScriptedProposer
-from tiny import FULL_ATTENTION, VOCAB, build
+from tiny import FULL_ATTENTION, LLAMA, VOCAB, build
+from tokens import tiny_tokenizer
 
+from dflash_mlx import stream_generate
 from dflash_mlx.targets.target import KVQuantization
 
 PROMPT = [5, 7, 9, 11, 3, 2, 8, 60, 44, 31, 2]
@@ -130,8 +134,6 @@ def test_prompts_of_any_length_in_any_chunks(prompt_length, prefill_step_size):
 @pytest.mark.parametrize("corrupt_every", [0, 1, 3])
 def test_quantized_kv_starts_where_plain_decoding_starts_it(start, corrupt_every):
     # Head size 64, since mlx quantizes groups of at least 32.
-    from tiny import LLAMA
-
     model = build("llama", LLAMA | {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1})
     options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": start}
     expected = [t for t, _ in generate_step(mx.array(PROMPT), model, max_tokens=24, prefill_step_size=7, **options)]
@@ -141,6 +143,35 @@ def test_quantized_kv_starts_where_plain_decoding_starts_it(start, corrupt_every
     kinds = {type(c).__name__ for c in result.cache}
     assert kinds == ({"KVCache"} if start == 1000 else {"QuantizedKVCache"})
     assert {c.offset for c in result.cache} == {len(PROMPT) + 24}
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 4, 5, 12, 13, 14, 17])
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_quantized_kv_starts_at_the_same_row_in_every_turn(length, start):
+    """mlx-lm quantizes behind a chunk or a step: a prompt of one token still meets the cache as it was."""
+    model = build("llama", LLAMA | {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}, seed=3)
+    tokenizer, kv = tiny_tokenizer(), {"kv_bits": 2, "kv_group_size": 32, "quantized_kv_start": start}
+
+    def turns(stream, **options):
+        cache = make_prompt_cache(model)
+        for prompt, kinds in ((PROMPT[:length], kv), (PROMPT[-length:], {}), (PROMPT[1 : 1 + length], kv)):
+            responses = list(stream(model, tokenizer, prompt, max_tokens=12, prompt_cache=cache, **kinds, **options))
+            yield [r.token for r in responses], [r.logprobs for r in responses], [type(c) for c in cache]
+
+    def late(stream, **options):
+        """The first turn unquantized, so that a later one begins at or behind the start."""
+        cache = make_prompt_cache(model)
+        for prompt, kinds in ((PROMPT[:7], {}), (PROMPT[:length], kv)):
+            responses = list(stream(model, tokenizer, prompt, max_tokens=6, prompt_cache=cache, **kinds, **options))
+            yield [r.token for r in responses], [r.logprobs for r in responses], [type(c) for c in cache]
+
+    for conversation in (turns, late):
+        for ours, plain in zip(
+            conversation(stream_generate, ngram=True), conversation(mlx_lm.stream_generate), strict=True
+        ):
+            assert ours[0] == plain[0] and ours[2] == plain[2]
+            for mine, theirs in zip(ours[1], plain[1], strict=True):
+                assert mx.allclose(mine, theirs, atol=1e-3)  # a row quantized too soon or too late is far beyond
 
 
 def test_rows_of_logits_and_top_n():

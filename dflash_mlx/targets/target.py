@@ -82,6 +82,7 @@ class Target:
         self._caches: list[BlockCache] = []
         self._opened: list[BlockCache] = []  # those that the current block reached
         self._failed = False
+        self._stepped = False  # mlx-lm quantizes behind a chunk or a step, never before the first
         self.position = self._base = _offset(prompt_cache)
 
     @cached_property
@@ -169,6 +170,7 @@ class Target:
         """Keep the rows of `path` (nodes from the anchor on) and drop the rest of the block; lazy."""
         for cache in self._caches:
             cache.commit(path)
+        self._stepped = True
         self.position = self._base + len(path)
 
     def rewind(self, rows: int) -> None:
@@ -236,7 +238,8 @@ class Target:
         return self._caches
 
     def _open(self, block: Block) -> None:
-        self._quantize_where_due()
+        if self._stepped:
+            self._quantize_where_due()
         caches = self._carried()
         self._failed = True  # a cache that is interrupted while it opens cannot be undone
         self._base, self._opened = self.position, []
