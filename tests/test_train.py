@@ -1,6 +1,7 @@
 """Training: many anchors at once are one forward each, runs resume exactly, what is written loads and is the same."""
 
 import json
+import shutil
 import xml.etree.ElementTree as ElementTree
 from itertools import islice
 
@@ -170,13 +171,43 @@ def test_stored_hidden_states_train_as_recomputed_ones_do(tmp_path, target, caps
     argv = ("--model", target, "--out", tmp_path, "--num-shards", 2, "--rows", 3, "--length", 40)
     assert run(capsys, "data", *argv, "--hidden", "--capture-layers", "0,2")[0] == 0
     files = data_files([tmp_path])
-    stored = StoredHidden.of(files)
+    stored = StoredHidden(files, 64)
+    assert StoredHidden.unusable(files, str(target), (0, 2)) is None
     shard = read_shard(files[1])
     hidden, _ = trainer().target.hidden(mx.array(shard.ids))
     # Stored in half precision.
     assert mx.allclose(stored([3, 4, 5]).astype(mx.float32), hidden, atol=2e-2, rtol=2e-3)
     (tmp_path / "hidden-00001.safetensors").unlink()
-    assert StoredHidden.of(files) is None
+    assert "1 of 2 shards have none" in StoredHidden.unusable(files, str(target), (0, 2))
+
+
+def test_hidden_states_of_other_layers_or_of_another_target_are_computed_again_with_a_note(tmp_path, target, capsys):
+    data, other = tmp_path / "data", tmp_path / "other"
+    argv = ("--num-shards", 1, "--rows", 4, "--length", 120, "--hidden", "--capture-layers", "0,1")
+    assert run(capsys, "data", "--model", target, "--out", data, *argv)[0] == 0
+    write_draft(tmp_path / "draft")
+    fit = ("fit", "--draft", tmp_path / "draft", "--data", data, "--num-held-out", 1, "--num-steps", 2, "--json")
+    assert run(capsys, *fit, "--model", target, "--out", tmp_path / "run")[0] == 0
+    assert "hidden-00000.safetensors is of layers 0,1, the draft reads 0,2" in "".join(SAID)
+    for file in data.glob("hidden-*"):
+        file.unlink()
+    assert run(capsys, *fit, "--model", target, "--out", tmp_path / "without")[0] == 0
+    assert "hidden states" not in "".join(SAID)
+    made = [mx.load(str(tmp_path / name / "draft" / "model.safetensors")) for name in ("run", "without")]
+    assert all(mx.array_equal(made[0][name], made[1][name]) for name in made[0])
+    shutil.copytree(target, other)
+    assert run(capsys, *fit, "--model", other, "--out", tmp_path / "foreign")[0] == 0
+    assert f"Note: The data were written by --model {target}, the draft is for {other}." in "".join(SAID)
+
+
+def test_damaged_hidden_states_are_refused_by_name(tmp_path, target, capsys):
+    argv = ("--num-shards", 1, "--rows", 4, "--length", 120, "--hidden", "--capture-layers", "0,2")
+    assert run(capsys, "data", "--model", target, "--out", tmp_path / "data", *argv)[0] == 0
+    write_draft(tmp_path / "draft")
+    cut(tmp_path / "data" / "hidden-00000.safetensors")
+    fit = ("fit", "--draft", tmp_path / "draft", "--data", tmp_path / "data", "--num-held-out", 1)
+    status, _, err = run(capsys, *fit, "--model", target, "--out", tmp_path / "run")
+    assert status == 2 and "hidden-00000.safetensors is damaged" in err and err.count("\n") == 0
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "quantized"])
@@ -305,11 +336,20 @@ def test_in_conversations_greedy_rows_are_the_targets_argmax_and_templates_are_w
     assert (again.ids == shard.ids).all() and (again.role == shard.role).all()
 
 
+SAID: list[str] = []
+
+
 def run(capsys, *argv) -> tuple[int, str, str]:
+    """Status, output and errors; notes are in SAID."""
     status = cli.main(["train", *map(str, argv)])
     captured = capsys.readouterr()
-    errors = [line for line in captured.err.splitlines() if not line.startswith("Note: ")]
-    return status, captured.out, "\n".join(errors)
+    lines = captured.err.splitlines()
+    SAID[:] = [line for line in lines if line.startswith("Note: ")]
+    return status, captured.out, "\n".join(line for line in lines if not line.startswith("Note: "))
+
+
+def cut(file) -> None:
+    file.write_bytes(file.read_bytes()[:-40])
 
 
 def test_an_interrupted_data_run_loses_nothing(tmp_path, target, capsys, monkeypatch):
@@ -346,16 +386,16 @@ def test_data_fit_and_eval_work_together(tmp_path, target, capsys):
     status, out, err = run(capsys, *data, "--prompts", prompts)
     assert (status, err) == (0, "") and json.loads(out)["shards"] == 3
     fit = ("fit", "--model", target, "--data", tmp_path / "data", "--out", tmp_path / "run", "--json")
-    fit += ("--layers", 1, "--block-size", 4, "--mask-token", 4)
     fit += ("--num-held-out", 1, "--batch-size", 2, "--num-anchors", 4)
-    status, out, err = run(capsys, *fit, "--num-steps", 4, "--evaluate-every", 2)
+    new = ("--layers", 1, "--block-size", 4, "--mask-token", 4)
+    status, out, err = run(capsys, *fit, *new, "--num-steps", 4, "--evaluate-every", 2)
     assert (status, err) == (0, "") and json.loads(out)["step"] == 4
     curve = json.loads((tmp_path / "run" / "curve.json").read_text())
     assert [point["step"] for point in curve] == [0, 2, 4]
     ElementTree.parse(tmp_path / "run" / "curve.svg")
     made = json.loads((tmp_path / "run" / "draft" / "provenance.json").read_text())
     assert made["settings"]["num_steps"] == 4 and len(made["data_sha256"]) == 64 and made["versions"]["mlx"]
-    status, out, _ = run(capsys, *fit, "--num-steps", 6, "--evaluate-every", 2)
+    status, out, _ = run(capsys, *fit, *new, "--num-steps", 6, "--evaluate-every", 2)
     assert status == 0 and json.loads(out)["step"] == 6
     draft = tmp_path / "run" / "draft"
     evaluation = ("eval", "--model", target, "--draft", draft, "--prompts", prompts, "--max-tokens", 12, "--json")
@@ -386,10 +426,16 @@ def files(tmp_path_factory, target):
     (root / "empty.txt").write_text("\n")
     (root / "bad.jsonl").write_text('{"text": "w4"}\n')
     (root / "nothing").mkdir()
-    return {name: root / name for name in ("data.npz", "questions.npz", "broken.npz", "empty.txt", "bad.jsonl")} | {
-        "draft": root / "draft", "nothing": root / "nothing", "out": root / "out", "missing": root / "missing",
-        "target": target,
-    }  # fmt: skip
+    (root / "damaged").mkdir()
+    shutil.copy(root / "data.npz", root / "damaged")
+    (root / "damaged" / "data.json").write_text('{"rows": ')
+    shutil.copy(root / "data.npz", root / "cut.npz")
+    cut(root / "cut.npz")
+    with (root / "array.npz").open("wb") as file:
+        np.save(file, shard.ids)
+    np.savez(root / "far.npz", ids=np.where(shard.ids == 50, 500, shard.ids), role=shard.role)
+    names = [path.name for path in root.iterdir()] + ["out", "missing"]
+    return {name: root / name for name in names} | {"empty.txt/run": root / "empty.txt" / "run", "target": target}
 
 
 BAD = [
@@ -411,6 +457,47 @@ BAD = [
     ("data --out out --temperatures 0,-1", "below 0"),
     ("data --out out --rows 0", "--rows is 0"),
     ("data --out out --hidden --capture-layers 7", "the target has 3 layers"),
+    *(
+        (f"fit --data data.npz --out out {flag} {value}", f"{flag[2:].replace('-', '_')} is {float(value):g}")
+        for flag, values in {
+            "--warmup-steps": "-1",
+            "--clip-norm": "-1 0 nan",
+            "--cooldown": "nan",
+            "--muon-rate": "-1 nan inf",
+            "--adamw-rate": "-1 nan",
+            "--decay": "nan -1 inf",
+            "--distillation": "nan",
+        }.items()
+        for value in values.split()
+    ),
+    ("fit --data cut.npz --out out", "no shard of training data"),
+    ("fit --data array.npz --out out", "no shard of training data"),
+    ("fit --data questions.npz --out out", "held out, hold no answers"),
+    ("fit --data far.npz --out out --num-held-out 1 --mask-token 4", "hold token 500, but the target has 97"),
+    ("fit --data data.npz --out empty.txt --num-held-out 1 --mask-token 4", "cannot be a directory to write to"),
+    ("fit --data data.npz --out empty.txt/run --num-held-out 1 --mask-token 4", "cannot be a directory to write to"),
+    ("fit --data data.npz --out /proc/run --num-held-out 1 --mask-token 4", "cannot be a directory to write to"),
+    ("fit --data data.npz --out out --num-held-out 1 --mask-token 97", "--mask-token 97 is no token of the target"),
+    ("fit --data data.npz --out out --num-held-out 1 --mask-token -1", "--mask-token -1 is no token of the target"),
+    ("fit --data data.npz --out out --num-held-out 1 --draft auto", "--draft auto is no local directory"),
+    ("fit --data data.npz --out out --num-held-out 1 --draft default", "was not made for this target"),
+    ("fit --data data.npz --out out --num-held-out 1 --draft draft --layers 1", "--layers 1 is of a new draft"),
+    ("fit --data data.npz --out out --num-held-out 1 --draft draft --block-size 4", "--block-size 4 is of a new draft"),
+    ("fit --data data.npz --out out --num-held-out 1 --draft draft --mask-token 4", "--mask-token 4 is of a new draft"),
+    ("data --out empty.txt", "cannot be a directory to write to"),
+    ("data --out /proc/data", "cannot be a directory to write to"),
+    ("data --out damaged", "data.json is damaged"),
+    ("fit --data damaged --out out --num-held-out 1 --mask-token 4", "data.json is damaged"),
+    ("data --out out --num-shards 0", "--num-shards is 0"),
+    ("data --out out --num-shards -1", "--num-shards is -1"),
+    ("data --out out --temperatures 0,nan", "not finite"),
+    ("data --out out --temperatures inf", "not finite"),
+    ("data --out out --hidden --hidden-limit-gb -1", "--hidden-limit-gb is -1"),
+    ("data --out out --hidden --hidden-limit-gb nan", "--hidden-limit-gb is nan"),
+    ("data --out out --capture-layers 0,1", "keeps nothing without --hidden"),
+    ("data --out out --hidden --capture-layers 0,0", "names a layer twice"),
+    ("data --out out --seed -1", "seed"),  # the sentence is the command line's or ours
+    ("fit --data data.npz --out out --seed -1", "seed"),
     ("eval --draft none", "name one with --draft"),
     ("eval --draft draft --num-prompts 0", "--num-prompts is 0"),
 ]
@@ -428,3 +515,90 @@ def test_other_settings_do_not_mix_into_a_data_directory(tmp_path, target, capsy
     assert run(capsys, *argv, "--length", 30)[0] == 0
     status, _, err = run(capsys, *argv, "--length", 31)
     assert status == 2 and "begun with length 30, not 31" in err
+
+
+def test_a_damaged_shard_is_written_again_as_it_was(tmp_path, target, capsys):
+    argv = ("data", "--model", target, "--out", tmp_path, "--num-shards", 2, "--rows", 2, "--length", 30, "--json")
+    assert run(capsys, *argv)[0] == 0
+    shard = tmp_path / "shard-00001.npz"
+    before = read_shard(shard)
+    cut(shard)
+    status, out, _ = run(capsys, *argv)
+    assert status == 0 and json.loads(out)["shards"] == 2 and json.loads(out)["new_tokens"] > 0
+    assert f"Note: {shard} is damaged and is written again." in SAID
+    assert (read_shard(shard).ids == before.ids).all()
+
+
+def test_shards_without_answers_and_a_reached_limit_are_said_once(tmp_path, target, capsys):
+    argv = ("data", "--model", target, "--out", tmp_path, "--num-shards", 3, "--rows", 2, "--length", 20, "--hidden")
+    assert run(capsys, *argv, "--hidden-limit-gb", 1e-9, "--json")[0] == 0
+    assert len([note for note in SAID if "--length 20" in note]) == 1
+    assert len([note for note in SAID if "--hidden-limit-gb 1e-09 is reached" in note]) == 1
+    assert len(list(tmp_path.glob("hidden-*"))) == 1
+
+
+@pytest.fixture
+def fit(files, tmp_path):
+    """A short run's command."""
+    argv = ["fit", "--model", files["target"], "--data", files["data.npz"], "--out", tmp_path / "run"]
+    return [*argv, "--num-held-out", 1, "--num-anchors", 4, "--evaluate-every", 2, "--json"]
+
+
+NEW = ["--layers", 1, "--block-size", 4, "--mask-token", 4]
+
+
+def test_a_pruned_head_is_the_training_vocabulary(fit, tmp_path, capsys):
+    assert run(capsys, *fit, *NEW, "--prune-head", "--vocabulary", 30, "--num-steps", 2)[0] == 0
+    made = load_draft(tmp_path / "run" / "draft")
+    assert made.config.draft_vocab_size == made.token_ids.size == 30
+    again = [*fit, "--draft", tmp_path / "run" / "draft", "--out", tmp_path / "again", "--num-steps", 2]
+    status, _, err = run(capsys, *again, "--prune-head", "--vocabulary", 10)
+    assert status == 2 and "--vocabulary 10 cannot be had" in err and err.count("\n") == 0
+    assert run(capsys, *again, "--prune-head")[0] == 0 and "keeps its own vocabulary of 30 tokens" in SAID[-1]
+    assert load_draft(tmp_path / "again" / "draft").token_ids.tolist() == made.token_ids.tolist()
+
+
+@pytest.mark.parametrize("num_steps", [1, 5])
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        (["--prune-head"], [], "a draft with draft_vocab_size 30, not None"),
+        ([], ["--prune-head"], "a draft with draft_vocab_size None, not 30"),
+        ([], ["--block-size", 6], "a draft with block_size 4, not 6"),
+        ([], ["--mask-token", 3], "a draft with mask_token_id 4, not 3"),
+        ([], ["--layers", 2], "another head; use the same flags"),
+    ],
+)
+def test_a_run_goes_on_with_its_own_draft_only(fit, tmp_path, capsys, first, then, message, num_steps):
+    fit = [*fit, *NEW, "--vocabulary", 30]
+    assert run(capsys, *fit, *first, "--num-steps", 2)[0] == 0
+    before = (tmp_path / "run" / "draft" / "config.json").read_text()
+    status, _, err = run(capsys, *fit, *then, "--num-steps", num_steps)
+    assert status == 2 and message in err and err.count("\n") == 0
+    assert (tmp_path / "run" / "draft" / "config.json").read_text() == before
+
+
+def test_a_pruned_run_on_other_data_is_refused(fit, files, tmp_path, capsys):
+    fit = [*fit, *NEW, "--vocabulary", 30, "--prune-head"]
+    assert run(capsys, *fit, "--num-steps", 2)[0] == 0
+    shard = conversations(seed=1)
+    np.savez(tmp_path / "more.npz", ids=shard.ids, role=shard.role)
+    status, _, err = run(capsys, *fit, "--num-steps", 4, "--data", files["data.npz"], tmp_path / "more.npz")
+    assert status == 2 and "use the same --data" in err and err.count("\n") == 0
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "stranger", "curve", "points"])
+def test_a_damaged_run_is_refused_by_name(fit, tmp_path, capsys, damage):
+    assert run(capsys, *fit, *NEW, "--num-steps", 2)[0] == 0
+    checkpoint, curve = tmp_path / "run" / "trainer.safetensors", tmp_path / "run" / "curve.json"
+    if damage == "cut":
+        cut(checkpoint)
+    elif damage == "text":
+        checkpoint.write_text("no tensors")
+    elif damage == "stranger":
+        mx.save_safetensors(str(checkpoint), {"scale": mx.zeros(1)})
+    else:
+        curve.write_text("[{" if damage == "curve" else '[{"step": 1}]')
+    status, _, err = run(capsys, *fit, *NEW, "--num-steps", 4)
+    name = curve.name if damage in ("curve", "points") else checkpoint.name
+    assert status == 2 and name in err and "delete it" in err and err.count("\n") == 0

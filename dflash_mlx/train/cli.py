@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,11 +16,27 @@ import numpy as np
 from tqdm import tqdm
 
 from ..bench.prompts import PROMPTS
+from ..default_pair import default_draft_path
 from ..draft import DFlashDraft
 from ..errors import DFlashError
 from ..load import load_draft
+from ..targets.anatomy import dissect
 from ..text import chat_prompt
-from .data import DataDirectory, Shard, StoredHidden, data_files, digest, join, read_shard, without
+from .data import (
+    ANSWER,
+    DataDirectory,
+    Shard,
+    StoredHidden,
+    data_files,
+    digest,
+    hidden_path,
+    join,
+    make_directory,
+    origin,
+    read_shard,
+    same_model,
+    without,
+)
 from .evaluation import decode_all
 from .fit import Settings, Trainer, vocabulary_of
 from .prompts import read_prompts
@@ -75,12 +92,7 @@ def _add_data(command: argparse.ArgumentParser, load_pair: LoadPair) -> None:
 
 
 def run_data(args: argparse.Namespace, load_pair: LoadPair) -> int:
-    for name in ("rows", "length"):
-        if getattr(args, name) < 1:
-            raise DFlashError(f"--{name} is {getattr(args, name)}; use 1 or more.")
-    temperatures = _numbers("--temperatures", args.temperatures, float)
-    if min(temperatures) < 0:
-        raise DFlashError(f"--temperatures {args.temperatures} holds one below 0; use 0 or more.")
+    temperatures = checked_data(args)
     args.draft = "none"
     model, tokenizer, _, _ = load_pair(args)
     layers = capture_layers(args, model) if args.hidden else ()
@@ -92,14 +104,24 @@ def run_data(args: argparse.Namespace, load_pair: LoadPair) -> int:
         "capture_layers": list(layers),
     }
     directory = DataDirectory(args.out, settings)
+    for damaged in directory.damaged:
+        print(f"Note: {damaged} is damaged and is written again.", file=sys.stderr)
     num_shards = 16 if args.num_shards is None else args.num_shards
     if prompts is not None:
         whole = -(-len(prompts) // args.rows)
         num_shards = whole if args.num_shards is None else min(whole, args.num_shards)
-    total, index = 0, directory.next_index()
+    total, index, said = 0, directory.next_index(), set[str]()
+
+    def say(note: str) -> None:
+        if note not in said:
+            print(f"Note: {note}", file=sys.stderr)
+        said.add(note)
+
     while index < num_shards:
         kept = sum(file.stat().st_size for file in args.out.glob("hidden-*.safetensors")) / 1e9
         taken = layers if kept < args.hidden_limit_gb else ()
+        if layers and not taken:
+            say(f"--hidden-limit-gb {args.hidden_limit_gb:g} is reached; the shards from here have no hidden states.")
         if prompts is None:
             writing = converse(
                 model,
@@ -124,10 +146,29 @@ def run_data(args: argparse.Namespace, load_pair: LoadPair) -> int:
             shard = Shard(shard.ids, shard.role, captured(model, shard.ids, taken))
         directory.write(index, shard)
         total += int((shard.role >= 0).sum())
+        if not (shard.role == ANSWER).any():
+            say(f"A shard has no answer within --length {args.length}, nothing to learn from; use a larger --length.")
         index = directory.next_index()
     result = {"shards": len(directory.shards()), "new_tokens": total, "directory": str(args.out)}
     print(json.dumps(result) if args.json else f"{result['shards']} shards in {args.out}, {total} tokens of them new.")
     return 0
+
+
+def checked_data(args: argparse.Namespace) -> list[float]:
+    """The temperatures; DFlashError for a flag's value that is out of its range."""
+    for name in ("rows", "length", "num_shards"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise DFlashError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use 1 or more.")
+    if not 0 <= args.seed < 2**63:
+        raise DFlashError(f"--seed is {args.seed}; use 0 to 2**63 - 1.")
+    if not args.hidden_limit_gb >= 0:
+        raise DFlashError(f"--hidden-limit-gb is {args.hidden_limit_gb:g}; use 0 or more.")
+    if args.capture_layers is not None and not args.hidden:
+        raise DFlashError(f"--capture-layers {args.capture_layers} keeps nothing without --hidden; give both or none.")
+    temperatures = _numbers("--temperatures", args.temperatures, float)
+    if not all(0 <= temperature < math.inf for temperature in temperatures):
+        raise DFlashError(f"--temperatures {args.temperatures} holds one below 0 or not finite; use 0 or more.")
+    return temperatures
 
 
 def _written(writing: Any, title: str, total: int, progress: bool) -> Shard:
@@ -157,6 +198,8 @@ def capture_layers(args: argparse.Namespace, model: nn.Module) -> tuple[int, ...
     layers = _numbers("--capture-layers", args.capture_layers, int)
     if wrong := [layer for layer in layers if not 0 <= layer < depth]:
         raise DFlashError(f"--capture-layers has {wrong[0]}, but the target has {depth} layers; use 0 to {depth - 1}.")
+    if len(set(layers)) < len(layers):
+        raise DFlashError(f"--capture-layers {args.capture_layers} names a layer twice; name each once.")
     return tuple(layers)
 
 
@@ -171,10 +214,11 @@ def _add_fit(command: argparse.ArgumentParser, load_pair: LoadPair) -> None:
     command.add_argument(
         "--draft",
         default=None,
-        help="A draft to go on from; without it, or with 'none', the draft starts from the target's last layers.",
+        help="A local directory of a draft to go on from, or 'default', the default pair's; without it, or with "
+        "'none', the draft starts from the target's last layers.",
     )
-    command.add_argument("--layers", type=int, default=2, help="Of a new draft (2).")
-    command.add_argument("--block-size", type=int, default=8, help="Of a new draft (8).")
+    command.add_argument("--layers", type=int, default=None, help="Of a new draft (2).")
+    command.add_argument("--block-size", type=int, default=None, help="Of a new draft (8).")
     command.add_argument(
         "--prune-head",
         action="store_true",
@@ -196,7 +240,12 @@ def _add_fit(command: argparse.ArgumentParser, load_pair: LoadPair) -> None:
     command.add_argument(
         "--distillation", type=float, default=defaults.distillation, help="Share of the target's distribution, 0 to 1."
     )
-    command.add_argument("--vocabulary", type=int, default=defaults.vocabulary, help="Most frequent tokens trained on.")
+    command.add_argument(
+        "--vocabulary",
+        type=int,
+        default=None,
+        help=f"Most frequent tokens trained on ({defaults.vocabulary}); a draft that has its own keeps them.",
+    )
     command.add_argument("--muon-rate", type=float, default=defaults.muon_rate, help="For matrices.")
     command.add_argument("--adamw-rate", type=float, default=defaults.adamw_rate, help="For the rest.")
     command.add_argument("--warmup-steps", type=int, default=defaults.warmup_steps)
@@ -210,7 +259,10 @@ def _add_fit(command: argparse.ArgumentParser, load_pair: LoadPair) -> None:
 
 
 def run_fit(args: argparse.Namespace, load_pair: LoadPair) -> int:
-    settings = Settings(**{name: getattr(args, name) for name in Settings.__dataclass_fields__})
+    given = {name: getattr(args, name) for name in Settings.__dataclass_fields__}
+    settings = Settings(**{name: value for name, value in given.items() if value is not None})
+    if args.evaluate_every < 1:
+        raise DFlashError(f"evaluate_every is {args.evaluate_every}; use 1 or more.")
     files = data_files(args.data)
     everything = join([read_shard(file) for file in files])
     held_out = first_rows(everything if args.held_out is None else join_files([args.held_out]), args.num_held_out)
@@ -221,11 +273,14 @@ def run_fit(args: argparse.Namespace, load_pair: LoadPair) -> int:
     start, args.draft = args.draft, "none"
     model, tokenizer, config, _ = load_pair(args)
     draft, raw = starting_draft(args, start, model, tokenizer, config)
+    make_directory(args.out)
     if (args.prune_head or args.domino) and draft.token_ids is None:
         draft, raw = with_vocabulary(draft, raw, vocabulary_of(shard, settings.vocabulary))
     if args.domino and draft.config.domino is None:
         draft, raw = with_domino(draft, raw)
-    whole = StoredHidden.of(files)
+    target = str(args.model or "default")
+    check_origin(files, target, everything, draft.config.vocab_size)
+    whole = None if settings.distillation else stored_hidden(files, target, draft)
     stored = None if whole is None else lambda chosen: whole(rows[list(chosen)].tolist())
     run = Run(Trainer(model, draft, shard, settings, stored), raw, held_out, args.out, digest(files))
     if run.resume() and not args.json:
@@ -244,6 +299,10 @@ def join_files(paths: Sequence[Path]) -> Shard:
 def first_rows(shard: Shard, num_rows: int) -> Shard:
     if num_rows < 1:
         raise DFlashError(f"--num-held-out is {num_rows}; use 1 or more.")
+    if not (shard.role[:num_rows] == ANSWER).any():
+        raise DFlashError(
+            f"The first {num_rows} conversations, held out, hold no answers; give others with --held-out."
+        )
     return Shard(shard.ids[:num_rows], shard.role[:num_rows])
 
 
@@ -252,22 +311,72 @@ def starting_draft(
 ) -> tuple[DFlashDraft, dict[str, Any]]:
     """The draft to train and its published config."""
     if start not in (None, "none"):
-        if not Path(start).is_dir():
-            raise DFlashError(f"--draft {start} is no local directory; download the draft and name its directory.")
-        draft = load_draft(start, target=model, dtype=mx.float32)
-        return draft, json.loads((Path(start) / "config.json").read_text())
-    mask = unused_token(tokenizer) if args.mask_token is None else args.mask_token
-    raw = draft_config(model, config, num_layers=args.layers, block_size=args.block_size, mask_token_id=mask)
+        return given_draft(args, start, model)
+    vocab_size = dissect(model).vocab_size
+    mask = unused_token(tokenizer, vocab_size) if args.mask_token is None else args.mask_token
+    if not 0 <= mask < vocab_size:
+        raise DFlashError(f"--mask-token {mask} is no token of the target; use 0 to {vocab_size - 1}.")
+    raw = draft_config(
+        model,
+        config,
+        num_layers=2 if args.layers is None else args.layers,
+        block_size=8 if args.block_size is None else args.block_size,
+        mask_token_id=mask,
+    )
     return from_target(model, raw), raw
 
 
-def unused_token(tokenizer: Any) -> int:
-    """A special token that no text and no template holds."""
+def given_draft(args: argparse.Namespace, start: str, model: nn.Module) -> tuple[DFlashDraft, dict[str, Any]]:
+    """The draft that --draft names; DFlashError where another flag asks for what it does not have."""
+    directory = default_draft_path() if start == "default" else Path(start)
+    if not directory.is_dir():
+        raise DFlashError(f"--draft {start} is no local directory; download the draft and name its directory.")
+    for name in ("layers", "block_size", "mask_token"):
+        if getattr(args, name) is not None:
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            raise DFlashError(f"{flag} is of a new draft, and --draft {start} has its own; leave one of the two out.")
+    draft = load_draft(directory, target=model, dtype=mx.float32)
+    if draft.token_ids is not None:
+        size = draft.token_ids.size
+        if args.vocabulary not in (None, size):
+            raise DFlashError(
+                f"--vocabulary {args.vocabulary} cannot be had from --draft {start}, which has its own {size} tokens; "
+                "leave --vocabulary out."
+            )
+        if args.prune_head:
+            print(f"Note: --draft {start} keeps its own vocabulary of {size} tokens.", file=sys.stderr)
+    return draft, json.loads((directory / "config.json").read_text())
+
+
+def check_origin(files: Sequence[Path], model: str, shard: Shard, vocab_size: int) -> None:
+    """A note for data of another target; DFlashError where their tokens cannot be this one's."""
+    for other in sorted({str(origin(file).get("model", model)) for file in files}):
+        if not same_model(other, model):
+            print(f"Note: The data were written by --model {other}, the draft is for {model}.", file=sys.stderr)
+    if not 0 <= shard.ids.min() <= shard.ids.max() < vocab_size:
+        raise DFlashError(
+            f"The data hold token {shard.ids.max()}, but the target has {vocab_size}; give data that this target wrote."
+        )
+
+
+def stored_hidden(files: Sequence[Path], model: str, draft: DFlashDraft) -> StoredHidden | None:
+    """The hidden states that the data keep, where they are this target's and of this draft's layers; else a note."""
+    if not any(hidden_path(file).exists() for file in files):
+        return None
+    layers = draft.capture_layer_ids
+    if why := StoredHidden.unusable(files, model, layers):
+        print(f"Note: Stored hidden states are computed again: {why}.", file=sys.stderr)
+        return None
+    return StoredHidden(files, draft.config.hidden_size * len(layers))
+
+
+def unused_token(tokenizer: Any, vocab_size: int) -> int:
+    """A special token, with an embedding, that no text and no template holds."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
     used = {*tokenizer.eos_token_ids, tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
     special = getattr(tokenizer, "added_tokens_decoder", {})
     for token, added in sorted(special.items()):
-        if token not in used and str(added) not in template:
+        if token < vocab_size and token not in used and str(added) not in template:
             return token
     raise DFlashError("The target's tokenizer has no special token to spare; name a token with --mask-token.")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +14,16 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from ..errors import DFlashError
 
 PADDING, TEMPLATE, USER, ANSWER = -1, 0, 1, 2
 """Roles of tokens: behind the row's end, of the chat template, of a user turn, of the target's answer."""
+
+SETTINGS_FILE = "data.json"
+SHARD_FAILURES = (OSError, ValueError, KeyError, EOFError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error)
+"""What numpy raises for files that are no archive, another archive, or half of one."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +49,20 @@ class DataDirectory:
     """A directory of shards and the settings that they were all written with.
 
     settings: compared with those of an earlier run; other ones are refused, so that a resumed run continues the same
-    data.
+    data. damaged: shards that were found unreadable; they count as not written.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any] | None = None):
         self.path = path
-        self._settings_file = path / "data.json"
+        self._settings_file = path / SETTINGS_FILE
+        self.damaged: list[Path] = []
         if settings is None:
             if not self.shards():
                 raise DFlashError(f"{path} holds no training data; write some with `dflash-mlx train data`.")
             return
-        path.mkdir(parents=True, exist_ok=True)
+        make_directory(path)
         if self._settings_file.exists():
-            known = json.loads(self._settings_file.read_text())
+            known = read_settings(self._settings_file)
             if other := sorted(key for key in known.keys() | settings.keys() if known.get(key) != settings.get(key)):
                 key = other[0]
                 raise DFlashError(
@@ -64,9 +71,10 @@ class DataDirectory:
                 )
         else:
             replace(self._settings_file, lambda file: file.write_text(json.dumps(settings, indent=1) + "\n"))
+        self.damaged = [shard for shard in self.shards() if not is_whole(shard)]
 
     def shards(self) -> list[Path]:
-        return sorted(self.path.glob("shard-*.npz"))
+        return [shard for shard in sorted(self.path.glob("shard-*.npz")) if shard not in self.damaged]
 
     def next_index(self) -> int:
         """The number of the first shard that is not there yet."""
@@ -80,7 +88,9 @@ class DataDirectory:
                 self.path / f"hidden-{index:05d}.safetensors",
                 lambda file: mx.save_safetensors(str(file), {"hidden": hidden}),
             )
-        replace(self.path / shard_name(index), lambda file: save(file, shard.ids, shard.role))
+        path = self.path / shard_name(index)
+        replace(path, lambda file: save(file, shard.ids, shard.role))
+        self.damaged = [damaged for damaged in self.damaged if damaged != path]
 
 
 def shard_name(index: int) -> str:
@@ -91,11 +101,66 @@ def hidden_path(shard: Path) -> Path:
     return shard.with_name(shard.name.replace("shard-", "hidden-")).with_suffix(".safetensors")
 
 
+def make_directory(path: Path) -> None:
+    """Make `path` a directory that files can be written to; DFlashError where that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError("no permission to write")
+    except OSError as error:
+        raise DFlashError(
+            f"--out {path} cannot be a directory to write to ({error.strerror or error}); use another one."
+        ) from error
+
+
 def replace(path: Path, write: Any) -> None:
     """Write a file beside its place and move it there at the end, so that a half-written one is never seen."""
     scratch = path.with_name(f".writing-{path.name}")
-    write(scratch)
-    os.replace(scratch, path)
+    try:
+        write(scratch)
+        os.replace(scratch, path)
+    except (OSError, RuntimeError) as error:  # numpy's and ours, or MLX's
+        raise DFlashError(f"{path} cannot be written ({error}); make room or use another --out.") from error
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """What a data.json says; DFlashError when it is damaged."""
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise ValueError("it holds no object")
+    except (OSError, ValueError) as error:
+        raise DFlashError(
+            f"{file} is damaged ({error}); delete it if the settings of its shards are the ones you give, or use "
+            "another directory."
+        ) from error
+    return settings
+
+
+def origin(file: Path) -> dict[str, Any]:
+    """The settings that a shard was written with; empty where nothing says so."""
+    settings = file.with_name(SETTINGS_FILE)
+    return read_settings(settings) if settings.exists() else {}
+
+
+def is_whole(shard: Path) -> bool:
+    """Whether a shard, and the file of its hidden states if it has one, can be read."""
+    try:
+        read_shard(shard)
+        if hidden_path(shard).exists():
+            check_tensors(hidden_path(shard), "write it again")
+    except DFlashError:
+        return False
+    return True
+
+
+def check_tensors(file: Path, remedy: str) -> None:
+    """DFlashError when a safetensors file is shorter than its own header says or has none."""
+    try:
+        with safe_open(str(file), framework="numpy"):
+            return
+    except (OSError, SafetensorError) as error:
+        raise DFlashError(f"{file} is damaged ({error}); {remedy}.") from error
 
 
 def save(path: Path, ids: np.ndarray, role: np.ndarray) -> None:
@@ -109,7 +174,7 @@ def read_shard(path: Path) -> Shard:
     try:
         with np.load(path) as arrays:
             return Shard(arrays["ids"].astype(np.int32), arrays["role"])
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except SHARD_FAILURES as error:
         raise DFlashError(f"{path} is no shard of training data ({error}); write it again or leave it out.") from error
 
 
@@ -145,16 +210,37 @@ def without(shard: Shard, held_out: Shard) -> np.ndarray:
 
 
 class StoredHidden:
-    """Hidden states beside the shards of `files`, read row by row; None where a shard has none."""
+    """Hidden states beside the shards of `files`, read row by row."""
 
-    def __init__(self, files: Sequence[Path]):
+    def __init__(self, files: Sequence[Path], width: int):
+        """width: of the captured states of a token; DFlashError for a file that is damaged or of another shape."""
         self._index: list[tuple[Path, int]] = []
         for file in files:
-            self._index += [(hidden_path(file), row) for row in range(len(read_shard(file).ids))]
+            hidden, (rows, length) = hidden_path(file), read_shard(file).ids.shape
+            check_tensors(hidden, "delete it, so that hidden states are computed again")
+            with safe_open(str(hidden), framework="numpy") as tensors:
+                shape = tensors.get_slice("hidden").get_shape() if "hidden" in tensors.keys() else None  # noqa: SIM118
+            if shape != [rows, length, width]:
+                raise DFlashError(
+                    f"{hidden} holds states of shape {shape}, not {[rows, length, width]}; delete it, so that hidden "
+                    "states are computed again."
+                )
+            self._index += [(hidden, row) for row in range(rows)]
 
     @staticmethod
-    def of(files: Sequence[Path]) -> StoredHidden | None:
-        return StoredHidden(files) if all(hidden_path(file).exists() for file in files) else None
+    def unusable(files: Sequence[Path], model: str, layers: Sequence[int]) -> str | None:
+        """Why the states beside `files` are not those of these layers of this target; None when they are."""
+        found = [file for file in files if hidden_path(file).exists()]
+        for file in found:
+            known = origin(file)
+            if not same_model(known.get("model"), model):
+                return f"{hidden_path(file)} was written by {known.get('model', 'an unknown target')}, not {model}"
+            if known.get("capture_layers") != list(layers):
+                kept = f"of layers {','.join(map(str, known.get('capture_layers') or ['unknown']))}"
+                return f"{hidden_path(file)} is {kept}, the draft reads {','.join(map(str, layers))}"
+        if len(found) < len(files):
+            return f"{len(files) - len(found)} of {len(files)} shards have none"
+        return None
 
     def __call__(self, rows: Sequence[int]) -> mx.array:
         """[B, L, n_captured × E] of conversations, zeros behind the shorter ones."""
@@ -164,6 +250,14 @@ class StoredHidden:
                 found.append(tensors.get_slice("hidden")[row])
         length = max(len(array) for array in found)
         return mx.array(np.stack([np.pad(array, ((0, length - len(array)), (0, 0))) for array in found]))
+
+
+def same_model(known: str | None, model: str) -> bool:
+    """Whether two values of --model name one target: the same word, or the same directory."""
+    if known is None or known == model:
+        return known == model
+    here, there = Path(known), Path(model)
+    return here.is_dir() and there.is_dir() and here.samefile(there)
 
 
 def digest(files: Sequence[Path]) -> str:

@@ -23,7 +23,7 @@ from ..targets.anatomy import dissect
 from ..targets.instrument import swapped
 from ..targets.taps import Taps
 from .blocks import block_hidden
-from .data import ANSWER, Shard, replace
+from .data import ANSWER, Shard, check_tensors, replace
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,18 @@ class Settings:
         for name in ("num_steps", "batch_size", "num_anchors", "vocabulary"):
             if getattr(self, name) < 1:
                 raise DFlashError(f"{name} is {getattr(self, name)}; use 1 or more.")
-        if not 0 <= self.distillation <= 1:
-            raise DFlashError(f"distillation is {self.distillation}; use 0 to 1.")
-        if not 0 <= self.cooldown <= 1:
-            raise DFlashError(f"cooldown is {self.cooldown}; use 0 to 1.")
-        if self.decay <= 0:
-            raise DFlashError(f"decay is {self.decay}; use a number above 0.")
+        for name in ("warmup_steps", "seed"):
+            if getattr(self, name) < 0:
+                raise DFlashError(f"{name} is {getattr(self, name)}; use 0 or more.")
+        for name in ("distillation", "cooldown"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise DFlashError(f"{name} is {getattr(self, name)}; use 0 to 1.")
+        for name in ("muon_rate", "adamw_rate"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise DFlashError(f"{name} is {getattr(self, name)}; use a finite number, 0 or more.")
+        for name in ("decay", "clip_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise DFlashError(f"{name} is {getattr(self, name)}; use a finite number above 0.")
 
 
 @dataclass(frozen=True)
@@ -314,7 +320,7 @@ class Trainer:
         arrays = {f"draft.{name}": array for name, array in tree_flatten(self.draft.parameters())}
         arrays |= {f"optimizer.{name}": array for name, array in tree_flatten(self.optimizer.state)}
         arrays |= {"scale": self.scale, "vocabulary": mx.array(self.vocabulary)}
-        metadata = {"step": str(self.step), "settings": json.dumps(asdict(self.settings))}
+        metadata = {"step": str(self.step), "settings": json.dumps(asdict(self.settings)), "draft": self._draft_facts()}
         replace(
             directory / "trainer.safetensors", lambda file: mx.save_safetensors(str(file), arrays, metadata=metadata)
         )
@@ -327,8 +333,15 @@ class Trainer:
         file = directory / "trainer.safetensors"
         if not file.exists():
             return False
+        check_tensors(file, "delete it to begin again, or use another directory")
         arrays, metadata = mx.load(str(file), return_metadata=True)
-        known, wanted = json.loads(metadata["settings"]), asdict(self.settings)
+        try:
+            known, wanted = dict(json.loads(metadata["settings"])), asdict(self.settings)
+            step, scale, vocabulary = int(metadata["step"]), arrays["scale"], np.array(arrays["vocabulary"])
+        except (KeyError, ValueError, TypeError) as error:
+            raise DFlashError(
+                f"{file} is no checkpoint of `fit` ({error}); delete it to begin again, or use another directory."
+            ) from error
         free = ("num_steps", "cooldown")
         if other := [name for name in wanted if name not in free and known.get(name) != wanted[name]]:
             name = other[0]
@@ -337,18 +350,34 @@ class Trainer:
                 "use the same settings to continue it or another directory."
             )
         draft = [(name.removeprefix("draft."), a) for name, a in arrays.items() if name.startswith("draft.")]
-        if {name for name, _ in draft} != {name for name, _ in tree_flatten(self.draft.parameters())}:
+        own = tree_flatten(self.draft.parameters())
+        if {(name, array.shape) for name, array in draft} != {(name, array.shape) for name, array in own}:
             raise DFlashError(
                 f"{file} is of a draft with other layers or another head; use the same flags to continue it or another "
                 "directory."
             )
+        facts, mine = json.loads(metadata.get("draft", "{}")), json.loads(self._draft_facts())
+        if other := [name for name in mine if facts and facts.get(name) != mine[name]]:
+            name = other[0]
+            raise DFlashError(
+                f"{file} is of a draft with {name} {facts.get(name)!r}, not {mine[name]!r}; use the same flags to "
+                "continue it or another directory."
+            )
+        if self.draft.token_ids is not None and self.draft.token_ids.tolist() != vocabulary.tolist():
+            raise DFlashError(
+                f"{file} is of a draft with logits for other tokens than {self.draft.token_ids.size} of these data; "
+                "use the same --data to continue it or another directory."
+            )
         self.draft.load_weights(draft)
         state = [(name.removeprefix("optimizer."), a) for name, a in arrays.items() if name.startswith("optimizer.")]
         self.optimizer.state = tree_unflatten(state)
-        self.scale, self.vocabulary = arrays["scale"], np.array(arrays["vocabulary"])
+        self.step, self.scale, self.vocabulary = step, scale, vocabulary
         self.target.prune(self.vocabulary)
-        self.step = int(metadata["step"])
         return True
+
+    def _draft_facts(self) -> str:
+        """The draft's config as a checkpoint keeps it: weights alone do not tell every head from another."""
+        return json.dumps(asdict(self.draft.config), sort_keys=True)
 
     def export(
         self,

@@ -41,7 +41,7 @@ class Run:
             return False
         file = self.directory / "curve.json"
         if file.exists():
-            self.curve = [p for p in json.loads(file.read_text()) if p["step"] <= self.trainer.step]
+            self.curve = [point for point in read_curve(file) if point["step"] <= self.trainer.step]
         return True
 
     def fit(self, *, evaluate_every: int, progress: bool = True) -> dict[str, Any]:
@@ -93,6 +93,19 @@ class Run:
             "settings": asdict(self.trainer.settings),
             "held_out": self.curve[-1] if self.curve else None,
         }
+
+
+def read_curve(file: Path) -> list[dict[str, Any]]:
+    """The points of a curve.json; DFlashError when it is damaged."""
+    try:
+        points = json.loads(file.read_text(encoding="utf-8"))
+        for point in points:
+            for name in ("step", "seconds", "acceptance_length"):
+                if not math.isfinite(point[name]):
+                    raise ValueError(f"{name} is {point[name]}")
+        return list(points)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DFlashError(f"{file} is damaged ({error}); delete it to go on with a new curve.") from error
 
 
 def commit() -> str | None:
