@@ -21,7 +21,7 @@ from .bench.report import Setting, run_bench, table
 from .default_pair import default_draft_path, default_target_path
 from .draft import DFlashDraft, convert_draft
 from .errors import DFlashError, TargetStateError, UnsupportedOptionError
-from .generate import generate, stream_generate
+from .generate import checked_caches, generate, stream_generate
 from .load import load, load_draft
 from .pairs import choose_draft, known_targets
 from .prompt_cache import load_prompt_cache
@@ -31,12 +31,14 @@ from .train.cli import add_train
 from .version import __version__
 
 DEFAULT = "default"
+DRAFT_BITS = (4, 8)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; 0 when it did what was asked, 1 when a check failed, 2 for bad input."""
     args = build_parser().parse_args(argv)
     try:
+        check_flags(args)
         return args.run(args)
     except (DFlashError, TargetStateError, NotImplementedError) as error:
         print(f"dflash-mlx: {error}", file=sys.stderr)
@@ -46,6 +48,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """What a flag can never mean, in whatever command."""
+    for flag in ("draft", "model"):
+        value = getattr(args, flag, None)
+        if value is not None and not value.strip():
+            raise DFlashError(
+                f"--{flag} is {value!r}, perhaps a shell variable that is not set; name one or leave it out."
+            )
+    bits, seed = getattr(args, "draft_bits", None), getattr(args, "seed", None)
+    top_k, budgets = getattr(args, "tree_top_k", None), getattr(args, "tree_budgets", None) or "0"
+    if top_k is not None and not args.tree_budget and not budgets.strip("0, "):
+        raise DFlashError(f"--tree-top-k {top_k} needs a tree; give --tree-budget or leave it out.")
+    if bits is not None and bits not in DRAFT_BITS:
+        raise DFlashError(f"--draft-bits {bits} is neither 4 nor 8; use one of them or leave it out.")
+    if seed is not None and not 0 <= seed < 2**64:
+        raise DFlashError(f"--seed {seed} is outside 0..{2**64 - 1}; use a smaller number of 0 or more.")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -219,8 +239,6 @@ def run_generate(args: argparse.Namespace) -> int:
     if not 0 < args.top_p <= 1:
         raise DFlashError(f"--top-p {args.top_p} is outside (0, 1]; use 1 to switch it off.")
     if args.seed is not None:
-        if args.seed < 0:
-            raise DFlashError(f"--seed {args.seed} is negative; use 0 or more.")
         mx.random.seed(args.seed)
     if args.adapter_path is not None and not (Path(args.adapter_path) / "adapter_config.json").is_file():
         raise DFlashError(
@@ -238,6 +256,8 @@ def run_generate(args: argparse.Namespace) -> int:
         model_config={"quantize_activations": args.quantize_activations},
         trust_remote_code=args.trust_remote_code,
     )
+    if prompt_cache is not None:
+        checked_caches(model, prompt_cache, None)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     options = {
@@ -523,6 +543,11 @@ def run_pairs(args: argparse.Namespace) -> int:
 
 
 def run_convert(args: argparse.Namespace) -> int:
+    if args.draft in ("auto", "none"):
+        raise DFlashError(
+            f"--draft {args.draft} names no draft, since convert knows no target; name a directory, a repository "
+            "(`dflash-mlx pairs` lists them) or 'default'."
+        )
     source = default_draft_path() if args.draft == DEFAULT else args.draft
     dtype = None if args.dtype is None else getattr(mx, args.dtype)
     convert_draft(source, args.out, dtype=dtype, bits=args.draft_bits)

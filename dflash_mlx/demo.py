@@ -45,16 +45,19 @@ def demo(
         "plain_tokens_per_s": plain.tokens_per_s,
         "speculative_tokens_per_s": run.tokens_per_s,
         "ratio": run.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else 0.0,
-        "acceptance_length": run.statistics.acceptance_length if run.statistics else 0.0,
+        "acceptance_length": run.statistics.acceptance_length
+        if run.statistics and run.statistics.drafted_rounds
+        else None,
         "identical": run.tokens == plain.tokens,
         "total_s": time.perf_counter() - started,
     }
 
 
 def render(result: dict[str, Any]) -> str:
+    length = result["acceptance_length"]
+    accepted = "nothing drafted" if length is None else f"acceptance length {length:.2f}"
     same = "identical" if result["identical"] else "NOT identical (run dflash-mlx check)"
     return (
         f"{result['tokens']} tokens · plain {result['plain_tokens_per_s']:.1f} tokens/s, speculative "
-        f"{result['speculative_tokens_per_s']:.1f} ({result['ratio']:.2f}×) · acceptance length "
-        f"{result['acceptance_length']:.2f} · outputs {same}"
+        f"{result['speculative_tokens_per_s']:.1f} ({result['ratio']:.2f}×) · {accepted} · outputs {same}"
     )

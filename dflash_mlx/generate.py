@@ -14,7 +14,7 @@ import mlx_lm
 import numpy as np
 from mlx_lm.generate import GenerationResponse as PlainResponse
 from mlx_lm.generate import generation_stream, wired_limit
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .draft import DFlashDraft
@@ -30,7 +30,7 @@ from .speculative.sampling import LogitsProcessor, SamplerFunction, is_greedy
 from .speculative.statistics import Round, Statistics
 from .speculative.width import make_width
 from .targets.anatomy import vocab_size
-from .targets.target import KVQuantization, Target
+from .targets.target import KVQuantization, LentCache, Target
 from .text import StopFilter, TextStream
 
 COPY_BLOCK_SIZE = 16  # nodes of a proposal without a draft
@@ -79,8 +79,9 @@ def summary(response: PlainResponse) -> str:
     ]
     statistics = getattr(response, "statistics", None)
     if statistics is not None:
+        length = f"{statistics.acceptance_length:.2f} tokens committed per target forward"
         lines.append(
-            f"Speculation: {statistics.acceptance_length:.2f} tokens committed per target forward, "
+            f"Speculation: {length if statistics.drafted_rounds else 'nothing drafted'}, "
             f"{len(statistics.rounds)} target forwards"
         )
     return "\n".join(lines)
@@ -123,8 +124,11 @@ def stream_generate(
     if draft_model is None and not kwargs.get("ngram") and kwargs.get("hint_tokens") is None:
         kwargs = {name: value for name, value in kwargs.items() if name not in ("ngram", "hint_tokens")}
         for name, default in (("block_size", None), ("tree_budget", 0), ("tree_top_k", None), ("width", "full")):
+            flag = name.replace("_", "-")
             if kwargs.pop(name, default) != default:
-                raise UnsupportedOptionError(f"{name} needs a draft or n-grams; give draft_model or leave {name} out.")
+                raise UnsupportedOptionError(
+                    f"{name} needs a draft or n-grams; give draft_model (--draft) or leave {name} (--{flag}) out."
+                )
         return _plain(model, tokenizer, prompt, max_tokens, stream, stops, kwargs)
     if draft_model is not None and not isinstance(draft_model, DFlashDraft):
         raise DFlashError(
@@ -251,7 +255,9 @@ def _speculative(
 
     if draft is None:
         if width != "full":
-            raise UnsupportedOptionError(f"width {width!r} needs a draft's probabilities; leave it out.")
+            raise UnsupportedOptionError(
+                f"width {width!r} needs a draft's probabilities; give draft_model (--draft) or leave it out."
+            )
         return responses(CopyProposer(target, sources, shape=shape), Statistics())
     greedy = sampler is None or is_greedy(sampler)
     adaptive = make_width(width, timed=greedy)
@@ -419,7 +425,8 @@ def whole(name: str, value: Any) -> int:
 
 def checked_shape(draft: DFlashDraft | None, block_size: int | None, tree_budget: int, tree_top_k: int | None) -> Shape:
     """DFlashError names a value outside its range or options that mean nothing together."""
-    for name, value in (("block_size", block_size), ("tree_budget", tree_budget), ("tree_top_k", tree_top_k)):
+    whole("tree_budget", tree_budget)
+    for name, value in (("block_size", block_size), ("tree_top_k", tree_top_k)):
         if value is not None:
             whole(name, value)
     largest = COPY_BLOCK_SIZE if draft is None else draft.block_size
@@ -452,14 +459,38 @@ def checked_caches(model: nn.Module, prompt_cache: list[Any] | None, max_kv_size
                 f"max_kv_size {max_kv_size} has no effect, as in mlx-lm: this model makes its own caches.", stacklevel=4
             )
         return make_prompt_cache(model, max_kv_size)
-    wanted = len(make_prompt_cache(model))
-    if not isinstance(prompt_cache, list) or len(prompt_cache) != wanted or None in prompt_cache:
+    own = make_prompt_cache(model)
+    if not isinstance(prompt_cache, list) or len(prompt_cache) != len(own) or None in prompt_cache:
         size = f" of {len(prompt_cache)}" if isinstance(prompt_cache, (list, tuple)) else ""
         raise DFlashError(
-            f"prompt_cache is a {type(prompt_cache).__name__}{size}, but this model wants a list of {wanted} caches; "
+            f"prompt_cache is a {type(prompt_cache).__name__}{size}, but this model wants a list of {len(own)} caches; "
             "make one with make_prompt_cache(model)."
         )
+    for layer, (given, wanted) in enumerate(zip(prompt_cache, own, strict=True)):
+        if not same_kind(given, wanted):
+            raise DFlashError(
+                f"prompt_cache holds a {_kind(given)} at {layer}, but this model wants a {_kind(wanted)} there; give a "
+                "cache that this model filled, or make one with make_prompt_cache(model)."
+            )
     return prompt_cache
+
+
+def same_kind(given: Any, wanted: Any) -> bool:
+    """Whether a cache can stand where the model itself makes `wanted`; one that is lent says so when it is used."""
+    if isinstance(given, LentCache):
+        return True
+    if isinstance(wanted, CacheList):
+        parts = given.caches if isinstance(given, CacheList) else ()
+        return len(parts) == len(wanted.caches) and all(map(same_kind, parts, wanted.caches))
+    if isinstance(wanted, ArraysCache):
+        return isinstance(given, ArraysCache) and len(given.cache) == len(wanted.cache)
+    # Any cache of keys and values can stand for another, as in mlx-lm: quantized, or with max_kv_size.
+    return not isinstance(given, (ArraysCache, CacheList))
+
+
+def _kind(cache: Any) -> str:
+    parts = cache.caches if isinstance(cache, CacheList) else cache.cache if isinstance(cache, ArraysCache) else None
+    return type(cache).__name__ + ("" if parts is None else f" of {len(parts)}")
 
 
 def checked_quantization(caches: list[Any], kv_bits: int, kv_group_size: int, start: int) -> KVQuantization:

@@ -3,14 +3,24 @@
 import copy
 import inspect
 import itertools
+import sys
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
-from drafts import CONFIG, random_draft
-from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from drafts import CONFIG, random_draft, write_draft
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
 from mlx_lm.sample_utils import make_logits_processors
 from reference import plain_tokens
 from tiny import LLAMA, build
@@ -27,6 +37,7 @@ from dflash_mlx import (
     make_sampler,
     stream_generate,
 )
+from dflash_mlx.generate import same_kind
 
 PROMPT = [5, 7, 9, 11, 3]
 
@@ -245,6 +256,10 @@ MISFITS = {
     "hidden_size is 64, .* hidden_size is 32": {"hidden_size": 64},
     "num_target_layers is 9, .* layers is 3": {"num_target_layers": 9},
     "vocab_size is 300, .* rows is 97": {"vocab_size": 300},
+    "mask_token_id is 97, .* rows is 97": {
+        "vocab_size": 98,
+        "dflash_config": {"mask_token_id": 97, "target_layer_ids": [0, 2]},
+    },
 }
 
 
@@ -377,6 +392,9 @@ def test_max_kv_size_that_mlx_lm_ignores_is_not_ignored_in_silence(model, draft,
         ("wants a list of 3 caches", {"prompt_cache": tuple(make_prompt_cache(build("llama")))}),
         ("max_kv_size is 0", {"max_kv_size": 0}),
         ("kv_bits 7", {"kv_bits": 7}),
+        ("tree_budget is None", {"tree_budget": None}),
+        ("holds a ArraysCache of 2 at 0, .* wants a KVCache", {"prompt_cache": [ArraysCache(2) for _ in range(3)]}),
+        ("holds a CacheList of 1 at 2", {"prompt_cache": [KVCache(), KVCache(), CacheList(KVCache())]}),
         ("groups of 48", {"kv_bits": 4, "kv_group_size": 48}),
         ("num_draft_tokens 1 means a block_size of 2", {"num_draft_tokens": 1, "block_size": 8}),
     ],
@@ -427,3 +445,47 @@ def test_a_prompt_beyond_the_targets_context_decodes_as_plainly_with_a_warning(t
     with pytest.warns(UserWarning, match="20 tokens but the target was made for 16"):
         responses = stream_generate(model, tokenizer, prompt, 12, draft)
     assert [r.token for r in responses] == plain_tokens(model, prompt, 12)
+
+
+def test_caches_of_another_kind_are_refused_layer_by_layer():
+    """Kinds and lengths are the model's own; how keys and values are kept is the caller's choice, as in mlx-lm."""
+    own = [KVCache(), ArraysCache(2), CacheList(ArraysCache(1), KVCache())]
+    fitting = [
+        [QuantizedKVCache(), ArraysCache(2), CacheList(ArraysCache(1), RotatingKVCache(8))],
+        [RotatingKVCache(8), ArraysCache(2), CacheList(ArraysCache(1), KVCache())],
+    ]
+    for caches in [own, *fitting]:
+        assert all(map(same_kind, caches, own))
+    wrong = (ArraysCache(2), CacheList(KVCache())), (KVCache(), ArraysCache(3), CacheList(ArraysCache(2)))
+    for given in wrong[0]:
+        assert not same_kind(given, own[0])
+    for given in wrong[1]:
+        assert not same_kind(given, own[1])
+    for given in (
+        KVCache(),
+        ArraysCache(2),
+        CacheList(ArraysCache(1)),
+        CacheList(KVCache(), ArraysCache(1)),
+        CacheList(ArraysCache(2), KVCache()),
+    ):
+        assert not same_kind(given, own[2])
+
+
+def test_a_draft_given_as_the_target_says_so(tmp_path, monkeypatch):
+    """Case 18, through the API; a repository is known once its config is on this machine."""
+    write_draft(tmp_path / "draft")
+    with pytest.raises(CheckpointError, match=r"draft holds a DFlash draft; give it with --draft \(load_draft\)"):
+        dflash_mlx.load(str(tmp_path / "draft"))
+    found = iter([None, str(tmp_path / "draft" / "config.json")])
+    module = sys.modules["dflash_mlx.load"]
+    monkeypatch.setattr(module, "try_to_load_from_cache", lambda repo, file: next(found))
+    monkeypatch.setattr(mlx_lm, "load", lambda *args, **kwargs: (_ for _ in ()).throw(ValueError("missing tensors")))
+    with pytest.raises(CheckpointError, match="someone/a-draft holds a DFlash draft"):
+        dflash_mlx.load("someone/a-draft")
+
+
+def test_one_token_says_that_nothing_was_drafted(model, draft, tokenizer, capsys):
+    dflash_mlx.generate(model, tokenizer, PROMPT, verbose=True, max_tokens=1, draft_model=draft)
+    assert "Speculation: nothing drafted, 1 target forwards" in capsys.readouterr().out
+    dflash_mlx.generate(model, tokenizer, PROMPT, verbose=True, max_tokens=9, draft_model=draft)
+    assert " tokens committed per target forward, " in capsys.readouterr().out

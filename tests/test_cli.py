@@ -9,7 +9,7 @@ import mlx_lm
 import pytest
 from drafts import CONFIG, write_draft
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache, save_prompt_cache
 from tiny import LLAMA, build
 from tokens import tiny_tokenizer
 
@@ -236,6 +236,14 @@ def test_bench_compares_lists_of_budgets_and_widths(pair, capsys):
         ("say two things", ("bench", "--tree-budget", 4, "--tree-budgets", "4,8")),
         ("num_draft_tokens 1 means", ("generate", "-p", "x", "--num-draft-tokens", 1, "--block-size", 8)),
         ("--seed -1", ("generate", "-p", "x", "--seed", -1)),
+        ("--seed 99999999999999999999", ("generate", "-p", "x", "--seed", "99999999999999999999")),
+        ("--seed -1", ("check", "--seed", -1)),
+        ("--seed 18446744073709551616", ("check", "--seed", 2**64)),
+        ("--seed -7", ("check", "--conformance", "--seed", -7)),
+        ("--tree-top-k 4 needs a tree", ("bench", "--tree-top-k", 4)),
+        ("--tree-top-k 4 needs a tree", ("bench", "--tree-top-k", 4, "--tree-budgets", "0")),
+        ("--tree-top-k 4 needs a tree", ("check", "--tree-top-k", 4)),
+        ("--tree-top-k 4 needs a tree", ("demo", "--tree-top-k", 4)),
     ],
 )
 def test_flags_that_mean_nothing_are_refused(pair, capsys, match, argv):
@@ -266,3 +274,81 @@ def test_prompt_cache_of_the_api_is_taken_with_a_model_name(pair, tmp_path, caps
     status, _, err = run(capsys, *argv)
     assert status == 2 and "name it with --model" in err
     assert run(capsys, *argv, "--model", target)[0] == 0
+
+
+@pytest.mark.parametrize("value", ["", " "])
+@pytest.mark.parametrize("flag", ["--draft", "--model"])
+@pytest.mark.parametrize(
+    "command", [("generate", "-p", "x"), ("check",), ("bench",), ("demo",), ("convert",), ("train", "fit")]
+)
+def test_an_empty_name_is_refused_in_every_command(pair, capsys, tmp_path, command, flag, value):
+    """Case 25: an unset shell variable; never plain decoding, nor the default draft, in silence."""
+    target, _ = pair
+    if command[0] == "convert":
+        if flag == "--model":
+            pytest.skip("convert has no target")
+        argv = (*command, "--out", tmp_path / "out")
+    else:
+        argv = (*command, *(("--model", target) if flag == "--draft" else ()))
+        argv += ("--data", tmp_path, "--out", tmp_path / "out") if command[0] == "train" else ()
+    status, out, err = run(capsys, *argv, flag, value)
+    assert (status, out) == (2, "") and f"{flag} is {value!r}" in err and "leave it out" in err and "\n" not in err
+
+
+@pytest.mark.parametrize("command", [("generate", "-p", "x"), ("check",), ("bench",), ("check", "--conformance")])
+def test_case_18_a_draft_given_as_the_target_says_so(pair, capsys, command):
+    _, draft = pair
+    named = () if "--conformance" in command else ("--draft", draft)
+    status, out, err = run(capsys, *command, "--model", draft, *named)
+    assert (status, out) == (2, "") and f"{draft} holds a DFlash draft; give it with --draft" in err
+    assert "\n" not in err
+
+
+def test_a_prompt_cache_of_another_kind_of_model_is_one_sentence(pair, capsys, tmp_path):
+    target, draft = pair
+    caches = [ArraysCache(2) for _ in range(3)]
+    for cache in caches:
+        cache[0], cache[1] = mx.zeros((1, 3, 4)), mx.zeros((1, 2, 4, 4))
+    save_prompt_cache(str(tmp_path / "c.safetensors"), caches)
+    argv = ("generate", "--model", target, "-p", " w4", "-m", 4, "--prompt-cache-file", tmp_path / "c.safetensors")
+    for proposals in (("--draft", draft), ("--draft", "none"), ("--ngram",)):
+        status, out, err = run(capsys, *argv, *proposals)
+        assert (status, out) == (2, "") and "holds a ArraysCache of 2 at 0" in err and "\n" not in err
+
+
+def test_answers_of_one_round_have_no_acceptance(pair, capsys, tmp_path):
+    target, draft = pair
+    (tmp_path / "prompts").write_text(" w4 w5\n w7\n")
+    prompts = ("--prompts", tmp_path / "prompts")
+    argv = ("bench", "--model", target, "--draft", draft, "-m", 1, *prompts)
+    status, out, _ = run(capsys, *argv, "--no-costs", "--json", "--block-sizes", "2,4")
+    rows = json.loads(out)["settings"]
+    assert status == 0 and len(rows) == 2
+    for row in rows:
+        assert row["identical"] == 2 and row["acceptance_by_position"] == []
+        assert row["acceptance_length"] is row["mean_width"] is row["accepted_of_proposed"] is None
+        assert row["acceptance_length_by_kind"] == {"own": None}
+    status, out, _ = run(capsys, *argv, "--no-costs", "--block-sizes", "4")
+    assert status == 0 and "| – | – | – | 2/2 |" in out
+    status, out, _ = run(capsys, "bench", "--model", target, "--draft", "none", "--ngram", "-m", 1, *prompts, "--json")
+    assert status == 0 and json.loads(out)["settings"][0]["acceptance_length"] is None
+    demo = ("demo", "--model", target, "--draft", draft, "-p", " w4", "-m", 1)
+    status, out, _ = run(capsys, *demo)
+    assert status == 0 and "nothing drafted · outputs identical" in out
+    assert json.loads(run(capsys, *demo, "--json")[1])["acceptance_length"] is None
+
+
+def test_bench_measures_the_parts_of_a_round_of_any_block_and_of_one_prompt(pair, capsys, tmp_path):
+    target, draft = pair
+    (tmp_path / "prompts").write_text(" w4 w5\n")
+    argv = ("bench", "--model", target, "--draft", draft, "-m", 12, "--prompts", tmp_path / "prompts", "--json")
+    for flags in (("--block-size", 4), ("--tree-budgets", "0,6")):
+        status, out, _ = run(capsys, *argv, *flags)
+        assert status == 0 and json.loads(out)["settings"][0]["overhead"] > 0
+
+
+def test_proposal_flags_without_a_draft_name_the_flag_that_helps(pair, capsys):
+    target, _ = pair
+    for flags in (("--width", "auto"), ("--width", "auto", "--ngram"), ("--tree-budget", 4)):
+        status, _, err = run(capsys, "generate", "--model", target, "--draft", "none", "-p", " w4", *flags)
+        assert status == 2 and "give draft_model (--draft)" in err and "\n" not in err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from dflash_mlx.draft import DFlashDraft, finite, load_draft, parse_config, quantize
+from dflash_mlx.draft import DFlashDraft, convert_draft, finite, load_draft, parse_config, quantize
 from dflash_mlx.draft.checkpoint import kv_names, stack, unstack
 from dflash_mlx.errors import CheckpointError, UnsupportedOptionError
 
@@ -466,11 +467,42 @@ def test_quantizing_a_loaded_draft(tmp_path: Path, bits: int) -> None:
         quantize(draft, bits, 32)
 
 
-@pytest.mark.parametrize(("bits", "group_size"), [(7, 64), (4, 48), (4, 128)])
-def test_quantizing_to_the_impossible_is_refused(tmp_path: Path, bits: int, group_size: int) -> None:
+def test_quantizing_to_the_impossible_is_refused(tmp_path: Path) -> None:
     draft = load_draft(write(tmp_path))
-    with pytest.raises(UnsupportedOptionError, match=f"to {bits} bits in groups of {group_size} .*; use 2, 3, 4"):
-        quantize(draft, bits, group_size)
+    for bits, group_size, match in (
+        (7, 64, "bits is 7; use one of 2, 3, 4, 5, 6, 8"),
+        (4, 48, "group_size is 48; use one of 32, 64, 128"),
+        (4, 128, "to 4 bits in groups of 128 .*; leave out bits .--draft-bits., or give load_draft a group_size"),
+    ):
+        with pytest.raises(UnsupportedOptionError, match=match):
+            quantize(draft, bits, group_size)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bits": "4"},
+        {"bits": 4.0},
+        {"bits": True},
+        {"bits": 0},
+        {"bits": [4]},
+        {"group_size": 0},
+        {"bits": 4, "group_size": "64"},
+        {"group_size": None},
+        {"dtype": "float16"},
+        {"dtype": mx.int8},
+        {"dtype": float},
+        {"dtype": mx.complex64},
+    ],
+    ids=str,
+)
+def test_options_that_no_draft_can_have_are_refused_with_the_value(tmp_path: Path, options: dict) -> None:
+    """Before anything is read or fetched."""
+    name = "bits" if "bits" in options and "group_size" not in options else list(options)[-1]
+    with pytest.raises(UnsupportedOptionError, match=f"{name} is {re.escape(repr(options[name]))}; use "):
+        load_draft(tmp_path / "nowhere", **options)
+    with pytest.raises(UnsupportedOptionError, match=f"{name} is "):
+        convert_draft(tmp_path / "nowhere", tmp_path / "out", **options)
 
 
 def test_the_default_draft_loads_and_drafts_finite_numbers() -> None:

@@ -187,8 +187,9 @@ def test_draft_bits_change_no_output(pair, capsys):
     for bits in (4, 8):
         status, out, _ = run(capsys, *argv, "--draft-bits", bits)
         assert status == 0 and json.loads(out)["text"] == plain["text"]
-    status, _, err = run(capsys, *argv, "--draft-bits", 7)
-    assert status == 2 and "cannot be quantized to 7 bits" in err
+    for bits in (0, 3, 5, 7, 16):  # the API takes more than the flag
+        status, out, err = run(capsys, *argv, "--draft-bits", bits)
+        assert (status, out) == (2, "") and f"--draft-bits {bits} is neither 4 nor 8" in err
     argv = ("generate", "--model", target, "-p", " w4", "-m", 3)
     status, _, err = run(capsys, *argv, "--draft-bits", 4)
     assert status == 2 and "--draft-bits 4 needs a draft; name one with --draft" in err
@@ -216,5 +217,14 @@ def test_convert_writes_what_draft_then_reads(pair, capsys, tmp_path):
     assert converted["speculation"]["target_forwards"] == on_load["speculation"]["target_forwards"]
     status, _, err = run(capsys, "convert", "--draft", draft, "--out", tmp_path / "q")
     assert status == 2 and "name a new one" in err
+    for name in ("auto", "none"):
+        status, _, err = run(capsys, "convert", "--draft", name, "--out", tmp_path / "x")
+        assert status == 2 and f"--draft {name} names no draft" in err and err.count("\n") == 1
     status, _, err = run(capsys, "convert", "--draft", tmp_path / "none", "--out", tmp_path / "x")
     assert status == 2 and "neither a local directory nor a reachable model repository" in err
+
+
+def test_a_draft_too_narrow_for_draft_bits_is_told_what_helps(pair, capsys, tmp_path):
+    write_draft(tmp_path / "narrow")  # 32 columns, groups of 64
+    status, _, err = run(capsys, "convert", "--draft", tmp_path / "narrow", "--out", tmp_path / "x", "--draft-bits", 4)
+    assert status == 2 and "leave out bits (--draft-bits)" in err and not (tmp_path / "x").exists()

@@ -233,6 +233,20 @@ def test_case_17_repeated_text_is_copied_and_counted(budget):
     assert sum(len(s.tokens) for s in result.steps) == 400
 
 
+@pytest.mark.parametrize("budget", [0, 8])
+@pytest.mark.parametrize("num_tokens", [1, 2, 150])
+def test_case_17_the_flags_sum_to_the_accepted_count(num_tokens, budget):
+    """Over a whole generation, also where it ends inside a block."""
+    model = build("llama", SMALL | {"vocab_size": 97}, seed=2)
+    for options in ({"ngram": True}, {"hint_tokens": plain_tokens(model, PROMPT, 150)}):
+        responses = list(generate(model, PROMPT, num_tokens, tree_budget=budget, **options))
+        statistics = responses[-1].statistics
+        flags = [r.from_draft for r in responses]
+        assert sum(flags) == sum(r.num_accepted for r in statistics.rounds)
+        assert sum(r.committed for r in statistics.rounds) == len(flags)
+    assert num_tokens < 150 or sum(flags) > 100  # the hint is right to the end
+
+
 def test_case_16_nothing_is_learned_from_one_run_to_the_next():
     model, _ = case("llama")
     runs = [

@@ -142,14 +142,16 @@ class RoundBench:
 
 def round_cost(
     model: nn.Module, tokenizer: Any, draft: DFlashDraft, block_size: int, prompts: Sequence[list[int]]
-) -> RoundCost:
-    """Real rounds and their bare parts in turn, prompt by prompt."""
+) -> RoundCost | None:
+    """Real rounds and their bare parts in turn, prompt by prompt; None when no answer has a whole round."""
     rounds: list[float] = []
     targets, drafts, hosts = [], [], []
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate([prompts[0], *prompts] if len(prompts) == 1 else prompts):
         run = run_speculative(model, tokenizer, prompt, 3 * block_size + 16, draft, block_size=block_size)
         assert run.statistics is not None
         full = [r.round_s for r in run.statistics.drafted_rounds if r.width == block_size]
+        if not full:
+            continue
         parts = RoundBench(model, draft, block_size, [*prompt, *run.tokens[: len(run.tokens) // 2]])
         parts.target_forward()
         if number == 0:
@@ -159,4 +161,6 @@ def round_cost(
             drafts.append(median_s(parts.draft_forward, 1))
         rounds += full
         hosts += [parts.host_s() for _ in range(4)]
+    if not rounds:
+        return None
     return RoundCost(block_size, *(statistics.median(x) for x in (rounds, targets, drafts, hosts)))

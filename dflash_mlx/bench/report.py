@@ -21,7 +21,7 @@ from .prompts import Prompt
 DEFINITIONS = {
     "tokens_per_s": "tokens behind the first ÷ seconds from the first token to the last; median over prompts",
     "ratio": "speculative ÷ plain tokens_per_s of the same prompt, run in turn; median over prompts",
-    "acceptance_length": "tokens committed per target forward, the first forward left out",
+    "acceptance_length": "tokens committed per target forward, the first forward left out; null: nothing was drafted",
     "accepted_of_proposed": "accepted ÷ proposed draft tokens",
     "acceptance_by_position": "share accepted among the rounds that accepted all positions before",
     "identical": "prompts whose speculative tokens equal plain decoding's",
@@ -73,7 +73,9 @@ def run_bench(
     if costs and draft is not None:
         chains = [row for setting, row in zip(settings, rows, strict=True) if setting.is_plain_chain]
         for row in tqdm(chains, desc="rounds", disable=not progress):
-            cost = round_cost(model, tokenizer, draft, row["block_size"], encoded[:5])
+            cost = round_cost(model, tokenizer, draft, row["block_size"] or draft.block_size, encoded[:5])
+            if cost is None:
+                continue
             row |= {name: getattr(cost, name) for name in ("round_s", "target_forward_s", "draft_forward_s", "host_s")}
             row["overhead"] = cost.overhead
     return {
@@ -103,24 +105,29 @@ def _row(setting: Setting, plain: list[Timed], runs: list[Timed], prompts: Seque
     ]
     merged = Statistics()
     merged.rounds = [r for run in runs for r in (run.statistics.drafted_rounds if run.statistics else [])]
-    merged.rounds.insert(0, merged.rounds[0])  # stands for the first forwards, which every mean leaves out
+    drafted = bool(merged.rounds)
+    merged.rounds[:0] = merged.rounds[:1]  # stands for the first forwards, which every mean leaves out
     kinds, ratio_by_kind = {}, {}
     for kind in dict.fromkeys(p.kind for p in prompts):
         of_kind = [i for i, prompt in enumerate(prompts) if prompt.kind == kind]
         rounds = [r for run in (runs[i] for i in of_kind) if run.statistics for r in run.statistics.drafted_rounds]
-        kinds[kind] = sum(r.committed for r in rounds) / len(rounds) if rounds else 0.0
+        kinds[kind] = sum(r.committed for r in rounds) / len(rounds) if rounds else None
         ratio_by_kind[kind] = statistics.median(ratios[i] for i in of_kind)
     return asdict(setting) | {
         "tokens_per_s": statistics.median(run.tokens_per_s for run in runs),
         "ratio": statistics.median(ratios),
         "ratio_by_kind": ratio_by_kind,
-        "acceptance_length": merged.acceptance_length,
-        "mean_width": sum(r.width for r in merged.drafted_rounds) / max(1, len(merged.drafted_rounds)),
+        "acceptance_length": merged.acceptance_length if drafted else None,
+        "mean_width": sum(r.width for r in merged.drafted_rounds) / len(merged.drafted_rounds) if drafted else None,
         "acceptance_length_by_kind": kinds,
-        "accepted_of_proposed": merged.accepted_of_proposed,
+        "accepted_of_proposed": merged.accepted_of_proposed if drafted else None,
         "acceptance_by_position": merged.acceptance_by_position,
         "identical": sum(run.tokens == base.tokens for run, base in zip(runs, plain, strict=True)),
     }
+
+
+def _cell(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
 
 
 def table(result: dict[str, Any]) -> str:
@@ -141,9 +148,9 @@ def table(result: dict[str, Any]) -> str:
             row["width"],
             f"{row['tokens_per_s']:.1f}",
             f"{row['ratio']:.2f}×",
-            f"{row['acceptance_length']:.2f}",
-            f"{row['mean_width']:.1f}",
-            f"{row['accepted_of_proposed']:.2f}",
+            _cell(row["acceptance_length"], 2),
+            _cell(row["mean_width"], 1),
+            _cell(row["accepted_of_proposed"], 2),
             f"{row['identical']}/{result['prompts']}",
         ]
         if "round_s" in row:

@@ -38,6 +38,8 @@ OLDER_DOMINO = {"domino_gru": "prefix_gru", "domino_head.W1": "embed_proj.0", "d
 # Tables that are published without the suffix of a module's weight.
 CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 CHOOSERS = ("domino", "candidate_selector")  # our names of what chooses tokens behind the network
+DTYPES = (mx.float16, mx.bfloat16, mx.float32)
+BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 AGAIN = "download the draft again"
 
 
@@ -51,6 +53,7 @@ def load_draft(
     bfloat16: on a CPU its matmuls are tens of times slower, in float16 drafts lose acceptance. bits: quantize it, in
     groups of `group_size`. CheckpointError names what is missing, damaged or unknown.
     """
+    check_options(dtype, bits, group_size)
     draft, _ = read_draft(path_or_repo)
     if dtype is None and draft.dtype != mx.float32 and not native_bfloat16():
         dtype = mx.float32
@@ -60,6 +63,18 @@ def load_draft(
         quantize(draft, bits, group_size)
     mx.eval(draft.parameters())
     return draft
+
+
+def check_options(dtype: Any, bits: Any, group_size: Any) -> None:
+    """UnsupportedOptionError for a type or a quantization that no draft can have."""
+    if dtype is not None and dtype not in DTYPES:
+        raise UnsupportedOptionError(
+            f"dtype is {dtype!r}; use mx.float16, mx.bfloat16 or mx.float32, or leave it out for the file's."
+        )
+    for name, value, known in (("bits", bits, BITS), ("group_size", group_size, GROUP_SIZES)):
+        wrong = isinstance(value, bool) or not isinstance(value, int) or value not in known
+        if wrong and not (name == "bits" and value is None):
+            raise UnsupportedOptionError(f"{name} is {value!r}; use one of {', '.join(map(str, known))}.")
 
 
 def read_draft(path_or_repo: str | Path) -> tuple[DFlashDraft, dict[str, Any]]:
@@ -88,6 +103,7 @@ def quantize(draft: DFlashDraft, bits: int, group_size: int = 64) -> None:
     What does not divide into groups stays as it is, and so does what chooses tokens behind the network: of that only
     single rows are read.
     """
+    check_options(None, bits, group_size)
     if "scales" in draft.kv_proj:
         raise UnsupportedOptionError(
             f"This draft is quantized already, at {draft.kv_proj.bits} bits; load it as it is."
@@ -103,7 +119,7 @@ def quantize(draft: DFlashDraft, bits: int, group_size: int = 64) -> None:
     except (ValueError, RuntimeError) as error:
         raise UnsupportedOptionError(
             f"This draft cannot be quantized to {bits} bits in groups of {group_size} ({_first_line(error)}); "
-            "use 2, 3, 4, 5, 6 or 8 bits and groups of 32, 64 or 128 that divide its widths."
+            "leave out bits (--draft-bits), or give load_draft a group_size that divides its widths."
         ) from error
     mx.eval(draft.parameters())
 
@@ -182,13 +198,21 @@ def _read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _refuse_whole_model(raw: dict[str, Any], path: Path) -> None:
+def is_draft(raw: dict[str, Any]) -> bool:
+    """Whether a config is of a draft, known here or not, rather than of a whole model."""
+    return any(key in raw for key in ("dflash_config", "target_layer_ids", "speculators_model_type")) or any(
+        "Draft" in name or name in ARCHITECTURES for name in _architectures(raw)
+    )
+
+
+def _architectures(raw: dict[str, Any]) -> list[str]:
     names = raw.get("architectures")
-    names = [str(name) for name in names] if isinstance(names, list) else []
-    draft_like = any(key in raw for key in ("dflash_config", "target_layer_ids", "speculators_model_type"))
-    draft_like = draft_like or any("Draft" in name for name in names)
-    if not draft_like and not any(name in ARCHITECTURES for name in names):
-        kind = ", ".join(names) or str(raw.get("model_type", "model of unknown kind"))
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def _refuse_whole_model(raw: dict[str, Any], path: Path) -> None:
+    if not is_draft(raw):
+        kind = ", ".join(_architectures(raw)) or str(raw.get("model_type", "model of unknown kind"))
         raise CheckpointError(f"{path} holds a {kind}, not a DFlash draft; give it as the target model instead.")
 
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..errors import CheckpointError
-from .checkpoint import quantize, read_draft, unstack
+from .checkpoint import check_options, quantize, read_draft, unstack
 from .dflash import DFlashDraft
 
 
@@ -23,6 +23,7 @@ def convert_draft(
     group_size: int = 64,
 ) -> None:
     """Write a published draft to a new directory in one file, in other types or quantized where asked."""
+    check_options(dtype, bits, group_size)
     draft, raw = read_draft(path_or_repo)
     if dtype is not None:
         draft.set_dtype(dtype)
