@@ -10,7 +10,7 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
-from drafts import CONFIG, random_draft, write_draft
+from drafts import CONFIG, domino, random_draft, write_draft
 from mlx.utils import tree_flatten
 from tiny import LLAMA, build
 from tokens import tiny_tokenizer
@@ -426,6 +426,9 @@ def files(tmp_path_factory, target):
     (root / "empty.txt").write_text("\n")
     (root / "bad.jsonl").write_text('{"text": "w4"}\n')
     (root / "nothing").mkdir()
+    (root / "taken").mkdir()
+    (root / "taken" / "draft").write_text("a file")
+    write_draft(root / "domino", domino(shift=False))
     (root / "damaged").mkdir()
     shutil.copy(root / "data.npz", root / "damaged")
     (root / "damaged" / "data.json").write_text('{"rows": ')
@@ -499,6 +502,9 @@ BAD = [
     ("data --out out --seed -1", "seed"),  # the sentence is the command line's or ours
     ("fit --data data.npz --out out --seed -1", "seed"),
     ("eval --draft none", "name one with --draft"),
+    ("eval --draft draft --held-out questions.npz", "holds no answers"),
+    ("fit --data data.npz --out out --num-held-out 1 --draft domino --vocabulary 30", "is over all tokens"),
+    ("fit --data data.npz --out taken --num-held-out 1 --draft draft", "draft cannot be a directory to write to"),
     ("eval --draft draft --num-prompts 0", "--num-prompts is 0"),
 ]
 
@@ -556,6 +562,23 @@ def test_a_pruned_head_is_the_training_vocabulary(fit, tmp_path, capsys):
     assert status == 2 and "--vocabulary 10 cannot be had" in err and err.count("\n") == 0
     assert run(capsys, *again, "--prune-head")[0] == 0 and "keeps its own vocabulary of 30 tokens" in SAID[-1]
     assert load_draft(tmp_path / "again" / "draft").token_ids.tolist() == made.token_ids.tolist()
+
+
+@pytest.mark.parametrize(("flags", "size"), [([], None), (["--domino"], None), (["--prune-head"], 30)])
+def test_a_domino_draft_over_every_token_is_trained_whole_or_pruned(fit, files, tmp_path, capsys, flags, size):
+    flags = [*flags, *(["--vocabulary", size] if size else [])]
+    assert run(capsys, *fit, "--draft", files["domino"], "--num-steps", 2, *flags)[0] == 0
+    made, old = load_draft(tmp_path / "run" / "draft"), load_draft(files["domino"])
+    assert made.config.draft_vocab_size == size and made.config.family == "Domino"
+    if size:  # rows of the tokens that are left, and 2 steps of training
+        kept = old.domino.widen.weight[made.token_ids]
+        assert mx.abs(made.domino.widen.weight - kept).max() < mx.abs(old.domino.widen.weight[:30] - kept).max() / 4
+
+
+def test_what_a_killed_writer_left_is_no_data(tmp_path, files):
+    shutil.copy(files["data.npz"], tmp_path / "shard-00000.npz")
+    shutil.copy(files["cut.npz"], tmp_path / ".writing-shard-00001.npz")
+    assert data_files([tmp_path]) == [tmp_path / "shard-00000.npz"]
 
 
 @pytest.mark.parametrize("num_steps", [1, 5])

@@ -274,7 +274,7 @@ def run_fit(args: argparse.Namespace, load_pair: LoadPair) -> int:
     model, tokenizer, config, _ = load_pair(args)
     draft, raw = starting_draft(args, start, model, tokenizer, config)
     make_directory(args.out)
-    if (args.prune_head or args.domino) and draft.token_ids is None:
+    if (args.prune_head or (args.domino and draft.config.domino is None)) and draft.token_ids is None:
         draft, raw = with_vocabulary(draft, raw, vocabulary_of(shard, settings.vocabulary))
     if args.domino and draft.config.domino is None:
         draft, raw = with_domino(draft, raw)
@@ -336,6 +336,11 @@ def given_draft(args: argparse.Namespace, start: str, model: nn.Module) -> tuple
             flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
             raise DFlashError(f"{flag} is of a new draft, and --draft {start} has its own; leave one of the two out.")
     draft = load_draft(directory, target=model, dtype=mx.float32)
+    if draft.token_ids is None and draft.config.domino is not None and not args.prune_head and args.vocabulary:
+        raise DFlashError(
+            f"--vocabulary {args.vocabulary} cannot be had from --draft {start}, whose Domino head is over all tokens; "
+            "add --prune-head or leave --vocabulary out."
+        )
     if draft.token_ids is not None:
         size = draft.token_ids.size
         if args.vocabulary not in (None, size):
@@ -407,6 +412,8 @@ def run_eval(args: argparse.Namespace, load_pair: LoadPair) -> int:
         raise DFlashError("`train eval` measures a draft; name one with --draft.")
     if args.held_out is not None:
         prompts = opening_turns(join_files([args.held_out]))
+        if not prompts:
+            raise DFlashError(f"--held-out {args.held_out} holds no answers; give data with some.")
     elif args.prompts is not None:
         prompts = read_prompts(args.prompts, tokenizer)
     else:

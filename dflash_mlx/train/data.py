@@ -109,7 +109,7 @@ def make_directory(path: Path) -> None:
             raise PermissionError("no permission to write")
     except OSError as error:
         raise DFlashError(
-            f"--out {path} cannot be a directory to write to ({error.strerror or error}); use another one."
+            f"{path} cannot be a directory to write to ({error.strerror or error}); use another --out."
         ) from error
 
 
@@ -184,7 +184,8 @@ def data_files(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise DFlashError(f"Training data {path} does not exist; check the path.")
-        files += sorted(path.glob("*.npz")) if path.is_dir() else [path]
+        # A killed writer leaves a hidden file.
+        files += sorted(path.glob("[!.]*.npz")) if path.is_dir() else [path]
     if not files:
         raise DFlashError(f"{', '.join(map(str, paths))} holds no training data; write some with `train data`.")
     return files

@@ -23,7 +23,7 @@ from ..targets.anatomy import dissect
 from ..targets.instrument import swapped
 from ..targets.taps import Taps
 from .blocks import block_hidden
-from .data import ANSWER, Shard, check_tensors, replace
+from .data import ANSWER, Shard, check_tensors, make_directory, replace
 
 
 @dataclass(frozen=True)
@@ -215,8 +215,12 @@ class Trainer:
         check_trainable(draft)
         draft.set_dtype(mx.float32)
         self.draft, self.shard, self.settings, self._stored = draft, shard, settings, stored
-        own = draft.token_ids
-        self.vocabulary = vocabulary_of(shard, settings.vocabulary) if own is None else np.array(own)
+        if draft.token_ids is not None:
+            self.vocabulary = np.array(draft.token_ids)
+        elif "domino" in draft:  # its head corrects the logits of every token
+            self.vocabulary = np.arange(draft.config.vocab_size)
+        else:
+            self.vocabulary = vocabulary_of(shard, settings.vocabulary)
         self.target = TargetSide(model, draft, self.vocabulary)
         self.step = 0
         self.scale = feature_scale(self.target, shard)
@@ -316,7 +320,7 @@ class Trainer:
 
     def save(self, directory: Path) -> None:
         """What a later process needs to go on exactly here."""
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         arrays = {f"draft.{name}": array for name, array in tree_flatten(self.draft.parameters())}
         arrays |= {f"optimizer.{name}": array for name, array in tree_flatten(self.optimizer.state)}
         arrays |= {"scale": self.scale, "vocabulary": mx.array(self.vocabulary)}
@@ -387,7 +391,7 @@ class Trainer:
         dtype: mx.Dtype = mx.bfloat16,
     ) -> None:
         """The draft in the published format, with the scale of the features folded in, and how it was made."""
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         weights = published_weights(self.draft)
         weights["fc.weight"] = weights["fc.weight"] / self.scale
         published = {name: x.astype(dtype) if mx.issubdtype(x.dtype, mx.floating) else x for name, x in weights.items()}

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from ..errors import DFlashError
 from ..machine import device_facts, versions
 from .curve import svg
-from .data import Shard, replace
+from .data import Shard, make_directory, replace
 from .fit import Trainer, evaluate
 
 
@@ -75,7 +75,7 @@ class Run:
         trainer = self.trainer
         found = evaluate(trainer.target, trainer.draft, trainer.scale, self.held_out, self.num_evaluated)
         self.curve.append({"step": trainer.step, "seconds": round(seconds, 2), "loss": loss, **found})
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_directory(self.directory)
         text = json.dumps(self.curve, indent=1) + "\n"
         replace(self.directory / "curve.json", lambda file: file.write_text(text))
         replace(self.directory / "curve.svg", lambda file: file.write_text(svg(self.curve)))

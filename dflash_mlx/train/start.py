@@ -114,7 +114,12 @@ def with_domino(
 def _rebuilt(draft: DFlashDraft, raw: dict[str, Any], token_ids: mx.array | None) -> DFlashDraft:
     mx.random.seed(0)
     rebuilt = DFlashDraft(parse_config(raw, "the new draft's config"), token_ids)
-    rebuilt.load_weights(tree_flatten(draft.parameters()), strict=False)
+    weights = dict(tree_flatten(draft.parameters()))
+    if token_ids is not None and draft.token_ids is None:  # a Domino head's last matrix has a row for every token
+        weights |= {name: weights[name][token_ids] for name in weights if name.startswith("domino.widen.")}
+    if lost := sorted(weights.keys() - dict(tree_flatten(rebuilt.parameters())).keys()):
+        raise DFlashError(f"This draft's {lost[0]} cannot move to a new head; leave out --prune-head and --domino.")
+    rebuilt.load_weights(list(weights.items()), strict=False)
     rebuilt.eval()
     mx.eval(rebuilt.parameters())
     return rebuilt
