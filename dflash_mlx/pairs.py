@@ -1,7 +1,8 @@
 """Known pairs: a target's name, or else its config, says which published draft was made for it.
 
 The table is data (data/known_pairs.json): every target with the words that its name is known by, the sizes that its
-config must have where they are known, and its drafts, the one to choose first.
+config must have where they are known, and its drafts, the one to choose first. A wrong draft only costs speed, but
+silently, so what may be another model is refused.
 """
 
 from __future__ import annotations
@@ -18,6 +19,26 @@ from .errors import UnknownPairError
 
 TABLE = Path(__file__).parent / "data" / "known_pairs.json"
 OTHERWISE = "name one with --draft, train one with `dflash-mlx train`, or leave out --draft and use --ngram"
+SIZE = re.compile(r"a?\d+(\.\d+)?[bmt]")  # parameters: 8b, 135m, a3b
+OTHER_NUMBER = re.compile(rf"{SIZE.pattern}|\d{{4}}")  # another size, or a release by its date: 2507
+# What makes another model of the same base name.
+OTHER = frozenset(
+    ("asr", "audio", "base", "classifier", "draft", "dflash", "eagle", "embed", "embedding", "embeddings", "guard")
+    + (
+        "omni",
+        "pretrain",
+        "pretrained",
+        "pt",
+        "rerank",
+        "reranker",
+        "reward",
+        "rm",
+        "speculator",
+        "tts",
+        "vision",
+        "vl",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +57,10 @@ class KnownDraft:
 
 @dataclass(frozen=True)
 class KnownTarget:
-    """names: words that stand next to each other in the name of the target and of what is made of it."""
+    """names: words that stand next to each other in the name of the target and of what is made of it.
+
+    facts: further sizes of its config; only targets with them are recognized by their config alone.
+    """
 
     target: str
     names: tuple[str, ...]
@@ -44,6 +68,7 @@ class KnownTarget:
     hidden_size: int | None
     num_layers: int | None
     drafts: tuple[KnownDraft, ...]
+    facts: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,33 +95,40 @@ def known_targets() -> tuple[KnownTarget, ...]:
             row["hidden_size"],
             row["num_layers"],
             tuple(KnownDraft(**draft) for draft in row["drafts"]),
+            tuple((row["facts"] or {}).items()),
         )
         for row in json.loads(TABLE.read_text(encoding="utf-8"))
     )
 
 
 def choose_draft(path_or_repo: str, config: dict[str, Any]) -> Choice:
-    """The draft for a target, from its directory's or repository's name, else from its config.
+    """The draft for a target, from its directory's or repository's name; where that says nothing, from its config.
 
-    UnknownPairError when no known target fits, when several do, or when name and config disagree.
+    UnknownPairError when no known target fits, when several do, when name and config disagree, or when the name says
+    that this is another model, version or size.
     """
     name = _name(path_or_repo)
     found = _by_name(name)
     reason = f"the target's name {name!r}"
-    if not found:
-        found, reason = [target for target in known_targets() if _sizes(target) and _fits(target, config)], "its config"
+    if not found and not _tells(name):
+        found = [target for target in known_targets() if target.facts and not _differences(target, config, whole=True)]
+        reason = f"its config alone, since its name {name!r} says nothing"
     if not found:
         raise UnknownPairError(f"No draft is known for {name!r} (see `dflash-mlx pairs`); {OTHERWISE}.")
     if len(found) > 1:
         names = ", ".join(target.target for target in found)
         raise UnknownPairError(f"{name!r} may be any of {names}, by {reason}; {OTHERWISE}.")
-    if not _fits(found[0], config):
-        target = found[0]
+    target = found[0]
+    if other := _other_words(name, target):
         raise UnknownPairError(
-            f"{name!r} has the name of {target.target} but another config (model_type, hidden_size and layers "
-            f"{_facts(config)} instead of {(*target.model_types, *(_sizes(target) or ()))}); {OTHERWISE}."
+            f"{name!r} has the name of {target.target} but also {', '.join(map(repr, other))}, so it may be another "
+            f"model; {OTHERWISE}."
         )
-    return Choice(found[0], found[0].drafts[0], reason)
+    if differences := _differences(target, config):
+        raise UnknownPairError(
+            f"{name!r} has the name of {target.target} but another config ({', '.join(differences)}); {OTHERWISE}."
+        )
+    return Choice(target, target.drafts[0], reason)
 
 
 def _name(path_or_repo: str) -> str:
@@ -130,18 +162,32 @@ def _stand_in(part: Sequence[str], whole: Sequence[str]) -> bool:
     return any(whole[i : i + len(part)] == part for i in range(len(whole) - len(part) + 1))
 
 
-def _sizes(target: KnownTarget) -> tuple[int, int] | None:
-    if target.hidden_size is None or target.num_layers is None:
-        return None
-    return target.hidden_size, target.num_layers
+def _tells(name: str) -> bool:
+    """Whether a name says what model it is, by a size or by the family of a known target."""
+    families = {re.split(r"[^a-z]", known)[0] for target in known_targets() for known in target.names}
+    return any(SIZE.fullmatch(word) or word.rstrip("0123456789.") in families for word in _words(name))
 
 
-def _facts(config: dict[str, Any]) -> tuple[Any, Any, Any]:
-    text = config.get("text_config") or config
-    return config.get("model_type"), text.get("hidden_size"), text.get("num_hidden_layers")
+def _other_words(name: str, target: KnownTarget) -> list[str]:
+    """Words of a name beside the target's own that make it another model, version or size."""
+    own = {word for known in target.names for word in _words(known)}
+    return [word for word in _words(name) if word not in own and (word in OTHER or OTHER_NUMBER.fullmatch(word))]
 
 
-def _fits(target: KnownTarget, config: dict[str, Any]) -> bool:
-    """Whether a config is of the target's kind and, where they are known, of its sizes."""
-    model_type, *sizes = _facts(config)
-    return model_type in target.model_types and _sizes(target) in (None, tuple(sizes))
+def _differences(target: KnownTarget, config: dict[str, Any], whole: bool = False) -> list[str]:
+    """Where a config is not of the target's kind and sizes, as far as these are known.
+
+    whole: what a fine-tune may change or a config may leave out counts too.
+    """
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    model_type = config.get("model_type")
+    kinds = " or ".join(target.model_types)
+    found = [] if model_type in target.model_types else [f"model_type {model_type} instead of {kinds}"]
+    sizes = (("hidden_size", target.hidden_size), ("num_hidden_layers", target.num_layers), *target.facts)
+    for key, wanted in sizes:
+        value = text.get(key)
+        open_to_tunes = key == "max_position_embeddings" or (value is None and (key, wanted) in target.facts)
+        if wanted is not None and value != wanted and (whole or not open_to_tunes):
+            found.append(f"{key} {value} instead of {wanted}")
+    return found
