@@ -20,24 +20,10 @@ from .errors import UnknownPairError
 TABLE = Path(__file__).parent / "data" / "known_pairs.json"
 OTHERWISE = "name one with --draft, train one with `dflash-mlx train`, or leave out --draft and use --ngram"
 SIZE = re.compile(r"a?\d+(\.\d+)?[bmt]")  # parameters: 8b, 135m, a3b
-OTHER_NUMBER = re.compile(rf"{SIZE.pattern}|\d{{4}}")  # another size, or a release by its date: 2507
-# What makes another model of the same base name.
-OTHER = frozenset(
-    ("asr", "audio", "base", "classifier", "draft", "dflash", "eagle", "embed", "embedding", "embeddings", "guard")
-    + (
-        "omni",
-        "pretrain",
-        "pretrained",
-        "pt",
-        "rerank",
-        "reranker",
-        "reward",
-        "rm",
-        "speculator",
-        "tts",
-        "vision",
-        "vl",
-    )
+# What makes another model of the same base name: another purpose, another size, or a release by its date (2507).
+OTHER = re.compile(
+    "asr|audio|base|classifier|draft|dflash|eagle|embed(ding)?s?|guard|omni|pretrain(ed)?|pt|rerank(er)?|reward|rm"
+    rf"|speculator|tts|vision|vl|{SIZE.pattern}|\d{{4}}"
 )
 
 
@@ -171,7 +157,7 @@ def _tells(name: str) -> bool:
 def _other_words(name: str, target: KnownTarget) -> list[str]:
     """Words of a name beside the target's own that make it another model, version or size."""
     own = {word for known in target.names for word in _words(known)}
-    return [word for word in _words(name) if word not in own and (word in OTHER or OTHER_NUMBER.fullmatch(word))]
+    return [word for word in _words(name) if word not in own and OTHER.fullmatch(word)]
 
 
 def _differences(target: KnownTarget, config: dict[str, Any], whole: bool = False) -> list[str]:
