@@ -509,4 +509,5 @@ def test_the_default_draft_loads_and_drafts_finite_numbers() -> None:
     draft = load_draft(DEFAULT_DRAFT)
     assert (draft.block_size, draft.mask_token_id, draft.capture_layer_ids) == (8, 4, (1, 8, 14, 21, 27))
     hidden = forward(draft)
-    assert finite(hidden).item() and finite(draft.logits(hidden, lambda x: x)).item()
+    head = mx.random.normal((draft.config.hidden_size, draft.config.vocab_size))
+    assert finite(hidden).item() and finite(draft.logits(hidden, lambda x: x @ head)).item()
