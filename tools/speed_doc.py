@@ -18,7 +18,11 @@ SECTIONS = {
         "With the settings that pay most here, on chat, code, arithmetic, rewriting and lists.",
     ),
     "widths": ("Fixed and automatic width", "`--width auto` against trees of fixed size."),
-    "budgets": ("Tree budgets", "A chain (the first row) and trees, all of full width."),
+    "budgets": (
+        "Tree budgets",
+        "A chain (the first row) and trees, all of full width; answers of 20 tokens, whose last rounds have room for few "
+        "nodes, so that budgets beyond 16 were hardly used.",
+    ),
     "costs": (
         "What a round costs",
         "The parts of a chain's round. Overhead is its time over that of a bare forward of the target and one of the "
