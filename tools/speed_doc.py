@@ -20,8 +20,8 @@ SECTIONS = {
     "widths": ("Fixed and automatic width", "`--width auto` against trees of fixed size."),
     "budgets": (
         "Tree budgets",
-        "A chain (the first row) and trees, all of full width; answers of 20 tokens, whose last rounds have room for few "
-        "nodes, so that budgets beyond 16 were hardly used.",
+        "A chain (the first row) and trees, all of full width; answers of 20 tokens, whose last rounds have room for "
+        "few nodes, so that budgets beyond 16 were hardly used.",
     ),
     "costs": (
         "What a round costs",
