@@ -27,7 +27,7 @@ from .pairs import choose_draft, known_targets
 from .prompt_cache import load_prompt_cache
 from .speculative.sampling import Sampler, make_sampler
 from .text import chat_prompt
-from .train.cli import add_train
+from .train.cli import add_train, numbers
 from .version import __version__
 
 DEFAULT = "default"
@@ -492,23 +492,16 @@ def bench_settings(args: argparse.Namespace, draft: DFlashDraft | None) -> list[
             raise DFlashError(f"{flag} {one} and {flag}s {several} say two things; leave one of them out.")
     sizes: list[int | None] = [args.block_size]
     if args.block_sizes is not None:
-        sizes = list(_numbers("--block-sizes", args.block_sizes))
+        sizes = list(numbers("--block-sizes", args.block_sizes, int))
     elif args.block_size is None and draft is not None and args.tree_budgets is None:
         sizes = [size for size in (4, 8, 16) if size <= draft.block_size] or [draft.block_size]
-    budgets = [args.tree_budget] if args.tree_budgets is None else _numbers("--tree-budgets", args.tree_budgets)
+    budgets = [args.tree_budget] if args.tree_budgets is None else numbers("--tree-budgets", args.tree_budgets, int)
     return [
         Setting(size, budget, args.tree_top_k if budget else None, width, args.ngram)
         for size in sizes
         for budget in budgets
         for width in args.width.split(",")
     ]
-
-
-def _numbers(flag: str, text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError:
-        raise DFlashError(f"{flag} {text!r} is not a list like 4,8,16.") from None
 
 
 def run_demo(args: argparse.Namespace) -> int:

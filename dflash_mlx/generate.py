@@ -227,14 +227,7 @@ def _speculative(
         prefill_step_size=prefill_step_size,
         progress=prompt_progress_callback or (lambda done, total: None),
     )
-    if num_draft_tokens is not None:
-        if block_size not in (None, whole("num_draft_tokens", num_draft_tokens) + 1):
-            raise DFlashError(
-                f"num_draft_tokens {num_draft_tokens} means a block_size of {num_draft_tokens + 1}, but block_size is "
-                f"{block_size}; leave one of them out."
-            )
-        block_size = num_draft_tokens + 1
-    shape = checked_shape(draft, block_size, tree_budget, tree_top_k)
+    shape = checked_shape(draft, checked_block_size(block_size, num_draft_tokens), tree_budget, tree_top_k)
     sources = make_sources(model, request.tokens.size, ngram, hint_tokens)
     keep_cache = prompt_cache is not None
     caches = checked_caches(model, prompt_cache, max_kv_size)
@@ -421,6 +414,18 @@ def whole(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise DFlashError(f"{name} is {value!r}; give a whole number.")
     return int(value)
+
+
+def checked_block_size(block_size: int | None, num_draft_tokens: int | None) -> int | None:
+    """mlx-lm's num_draft_tokens leaves the anchor out; DFlashError when both are given and differ."""
+    if num_draft_tokens is None:
+        return block_size
+    if block_size not in (None, whole("num_draft_tokens", num_draft_tokens) + 1):
+        raise DFlashError(
+            f"num_draft_tokens {num_draft_tokens} means a block_size of {num_draft_tokens + 1}, but block_size is "
+            f"{block_size}; leave one of them out."
+        )
+    return num_draft_tokens + 1
 
 
 def checked_shape(draft: DFlashDraft | None, block_size: int | None, tree_budget: int, tree_top_k: int | None) -> Shape:

@@ -7,7 +7,23 @@ import mlx.core as mx
 from dflash_mlx.speculative.proposal import Proposal
 
 
-class ScriptedProposer:
+class InertProposer:
+    """What proposers of the tests have in common: nothing to remember, nothing pending, nothing that overflows."""
+
+    def extend(self, tokens: mx.array, hidden: mx.array | None) -> None:
+        pass
+
+    def rewind(self, position: int) -> None:
+        pass
+
+    def arrays(self) -> list[mx.array]:
+        return []
+
+    def mend(self) -> None:
+        raise AssertionError("a scripted proposal is always finite")
+
+
+class ScriptedProposer(InertProposer):
     """Proposes `width` − 1 tokens of `text` behind what is committed.
 
     corrupt_every: 0 proposes the truth, 1 only errors, n an error at every n-th token of the text.
@@ -39,9 +55,3 @@ class ScriptedProposer:
 
     def rewind(self, position: int) -> None:
         assert position <= self.committed
-
-    def arrays(self) -> list[mx.array]:
-        return []
-
-    def mend(self) -> None:
-        raise AssertionError("a scripted proposal is always finite")

@@ -8,6 +8,7 @@ import pytest
 from mlx_lm import sample_utils
 from reference import plain_tokens
 from run import run
+from scripted import InertProposer
 from tiny import LLAMA, build
 
 from dflash_mlx.errors import DFlashError
@@ -28,15 +29,12 @@ SMALL = LLAMA | {
 }
 
 
-class NoisyProposer:
+class NoisyProposer(InertProposer):
     """Draws its tokens from a fixed distribution that is far from the target's, and says so."""
 
     def __init__(self, *, samples: bool):
         self._probs = mx.softmax(mx.array([0.0, 1.5, 0.3, -1.0, 0.8, 2.0, 0.1]))
         self._samples = samples
-
-    def extend(self, tokens, hidden):
-        pass
 
     def propose(self, anchor, width):
         size = min(width, 3) - 1
@@ -46,15 +44,6 @@ class NoisyProposer:
         tokens = mx.concatenate([mx.array([anchor]), drafted])[None]
         # Told to the rule, they are samples of draft_probs; untold, they are just tokens.
         return Proposal.chain(tokens, mx.broadcast_to(self._probs, (size, VOCAB)) if self._samples else None)
-
-    def rewind(self, position):
-        pass
-
-    def arrays(self):
-        return []
-
-    def mend(self):
-        raise AssertionError
 
 
 def exact_probabilities(model, probs) -> dict[tuple[int, ...], float]:

@@ -10,6 +10,7 @@ from mlx_lm import sample_utils
 from mlx_lm.models.cache import make_prompt_cache
 from reference import fresh_prefill, plain_tokens
 from run import run
+from scripted import InertProposer
 from test_conformance import tool
 from test_greedy import assert_same_caches
 from test_sampling import (
@@ -36,7 +37,7 @@ PROMPT = [5, 7, 9, 11, 3, 2, 8, 60, 44, 31, 2]
 NUM_TOKENS = 40
 
 
-class ScriptedTrees:
+class ScriptedTrees(InertProposer):
     """Random trees that hold the true continuation to a random depth, among branches that leave it."""
 
     def __init__(self, text, seed=0, vocab_size=VOCAB):
@@ -55,15 +56,6 @@ class ScriptedTrees:
 
     def _noise(self):
         return [self._rng.randrange(self._vocab_size) for _ in range(self._rng.randrange(4))]
-
-    def rewind(self, position):
-        pass
-
-    def arrays(self):
-        return []
-
-    def mend(self):
-        raise AssertionError
 
 
 @functools.cache

@@ -49,8 +49,9 @@ class DominoHead(nn.Module):
         return new + update * (state - new)
 
     def code(self, hidden: mx.array, state: mx.array) -> mx.array:
-        """What `widen` makes the correction of: [W, rank] from one position's hidden [E] and states [W, S]."""
-        return nn.silu(self.narrow(mx.concatenate([mx.broadcast_to(hidden, (state.shape[0], hidden.size)), state], -1)))
+        """What `widen` makes the correction of: [.., rank] from states [.., S] and hidden [.., E], or [E] for all."""
+        hidden = mx.broadcast_to(hidden, (*state.shape[:-1], hidden.shape[-1]))
+        return nn.silu(self.narrow(mx.concatenate([hidden, state], axis=-1)))
 
     def __call__(
         self, drafted: Drafted, hidden: mx.array, anchor: int, embed: Callable[[mx.array], mx.array]

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,25 +122,7 @@ def run_data(args: argparse.Namespace, load_pair: LoadPair) -> int:
         taken = layers if kept < args.hidden_limit_gb else ()
         if layers and not taken:
             say(f"--hidden-limit-gb {args.hidden_limit_gb:g} is reached; the shards from here have no hidden states.")
-        if prompts is None:
-            writing = converse(
-                model,
-                tokenizer,
-                num_rows=args.rows,
-                length=args.length,
-                temperatures=temperatures,
-                seed=f"{args.seed}-{index}",
-                capture_layer_ids=taken,
-            )
-        else:
-            writing = answer(
-                model,
-                prompts[index * args.rows : (index + 1) * args.rows],
-                length=args.length,
-                temperatures=temperatures,
-                eos_token_ids=list(tokenizer.eos_token_ids),
-                seed=args.seed + index,
-            )
+        writing = begun_shard(args, model, tokenizer, prompts, index, temperatures, taken)
         shard = _written(writing, f"shard {index + 1} of {num_shards}", args.rows * args.length, not args.json)
         if prompts is not None and taken:
             shard = Shard(shard.ids, shard.role, captured(model, shard.ids, taken))
@@ -154,6 +136,36 @@ def run_data(args: argparse.Namespace, load_pair: LoadPair) -> int:
     return 0
 
 
+def begun_shard(
+    args: argparse.Namespace,
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: list[list[int]] | None,
+    index: int,
+    temperatures: list[float],
+    taken: tuple[int, ...],
+) -> Iterator[int | Shard]:
+    """Both sides of conversations, or answers to the shard's part of the prompts; tokens so far, at last the shard."""
+    if prompts is None:
+        return converse(
+            model,
+            tokenizer,
+            num_rows=args.rows,
+            length=args.length,
+            temperatures=temperatures,
+            seed=f"{args.seed}-{index}",
+            capture_layer_ids=taken,
+        )
+    return answer(
+        model,
+        prompts[index * args.rows : (index + 1) * args.rows],
+        length=args.length,
+        temperatures=temperatures,
+        eos_token_ids=list(tokenizer.eos_token_ids),
+        seed=args.seed + index,
+    )
+
+
 def checked_data(args: argparse.Namespace) -> list[float]:
     """The temperatures; DFlashError for a flag's value that is out of its range."""
     for name in ("rows", "length", "num_shards"):
@@ -165,13 +177,13 @@ def checked_data(args: argparse.Namespace) -> list[float]:
         raise DFlashError(f"--hidden-limit-gb is {args.hidden_limit_gb:g}; use 0 or more.")
     if args.capture_layers is not None and not args.hidden:
         raise DFlashError(f"--capture-layers {args.capture_layers} keeps nothing without --hidden; give both or none.")
-    temperatures = _numbers("--temperatures", args.temperatures, float)
+    temperatures = numbers("--temperatures", args.temperatures, float)
     if not all(0 <= temperature < math.inf for temperature in temperatures):
         raise DFlashError(f"--temperatures {args.temperatures} holds one below 0 or not finite; use 0 or more.")
     return temperatures
 
 
-def _written(writing: Any, title: str, total: int, progress: bool) -> Shard:
+def _written(writing: Iterator[int | Shard], title: str, total: int, progress: bool) -> Shard:
     bar = tqdm(total=total, unit="token", desc=title, disable=not progress)
     for part in writing:
         if isinstance(part, Shard):
@@ -195,7 +207,7 @@ def capture_layers(args: argparse.Namespace, model: nn.Module) -> tuple[int, ...
     depth = len(model.layers)
     if args.capture_layers is None:
         return tuple(spread(max(0, depth - 3)))
-    layers = _numbers("--capture-layers", args.capture_layers, int)
+    layers = numbers("--capture-layers", args.capture_layers, int)
     if wrong := [layer for layer in layers if not 0 <= layer < depth]:
         raise DFlashError(f"--capture-layers has {wrong[0]}, but the target has {depth} layers; use 0 to {depth - 1}.")
     if len(set(layers)) < len(layers):
@@ -442,7 +454,8 @@ def opening_turns(shard: Shard) -> list[list[int]]:
     ]
 
 
-def _numbers(flag: str, text: str, kind: type) -> list[Any]:
+def numbers(flag: str, text: str, kind: type) -> list[Any]:
+    """The values of a comma-separated flag."""
     try:
         return [kind(number) for number in text.split(",")]
     except ValueError:

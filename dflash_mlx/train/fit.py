@@ -179,10 +179,8 @@ def corrected(target: TargetSide, draft: DFlashDraft, logits: mx.array, hidden: 
     for slot in range(1, tokens.shape[-1]):
         states.append(head.step(states[-1], inputs[:, :, slot]))
     plain = draft.config.domino.plain if draft.config.domino is not None else 0
-    known = mx.concatenate([hidden[:, :, plain:], mx.stack(states[plain:], axis=2)], axis=-1)
-    return mx.concatenate(
-        [logits[:, :, :plain], logits[:, :, plain:] + head.widen(nn.silu(head.narrow(known)))], axis=2
-    )
+    code = head.code(hidden[:, :, plain:], mx.stack(states[plain:], axis=2))
+    return mx.concatenate([logits[:, :, :plain], logits[:, :, plain:] + head.widen(code)], axis=2)
 
 
 TRAINABLE = frozenset({"fc", "hidden_norm", "kv_proj", "k_norm", "layers", "norm", "rope", "domino"})

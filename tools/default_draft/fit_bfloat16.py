@@ -315,7 +315,8 @@ class Run:
         digest = hashlib.sha256(b"".join(file.read_bytes() for file in files_of(self.args.data))).hexdigest()
         git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
         return {
-            "command": " ".join(sys.argv),
+            # Names alone: the file is published, and directories are this machine's.
+            "command": " ".join(word.rstrip("/").rpartition("/")[2] for word in sys.argv),
             "commit": git.stdout.strip() or None,
             "versions": {"torch": torch.__version__, "numpy": np.__version__},
             "data_sha256": digest,
