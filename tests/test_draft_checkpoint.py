@@ -13,7 +13,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from dflash_mlx.draft import DFlashDraft, convert_draft, finite, load_draft, parse_config, quantize
+from dflash_mlx.draft import DFlashDraft, convert_draft, dequantize, finite, load_draft, parse_config, quantize
 from dflash_mlx.draft.checkpoint import kv_names, stack, unstack
 from dflash_mlx.errors import CheckpointError, UnsupportedOptionError
 
@@ -393,7 +393,7 @@ def quantized_checkpoint(path: Path, overrides: dict[str, Any], *, group_size: i
 
 
 def dequantized(draft: DFlashDraft) -> DFlashDraft:
-    """The same draft with plain matrices."""
+    """A new draft of the same numbers with plain matrices."""
     plain = DFlashDraft(draft.config)
     for name, module in draft.named_modules():
         if isinstance(module, nn.QuantizedLinear):
@@ -418,7 +418,7 @@ V0, K1 = "layers.0.self_attn.v_proj", "layers.1.self_attn.k_proj"
     ],
 )
 def test_a_quantized_checkpoint_loads_quantized(tmp_path: Path, overrides: dict, kv_quantized: bool) -> None:
-    draft = load_draft(quantized_checkpoint(tmp_path, overrides))
+    draft = load_draft(quantized_checkpoint(tmp_path, overrides), dtype=mx.float32)
     assert isinstance(draft.kv_proj, nn.QuantizedLinear) == kv_quantized
     assert isinstance(draft.fc, nn.QuantizedLinear) == ("fc" not in overrides)
     assert isinstance(draft.layers[0].mlp.up_proj, nn.QuantizedLinear)
@@ -428,6 +428,18 @@ def test_a_quantized_checkpoint_loads_quantized(tmp_path: Path, overrides: dict,
     whole = DFlashDraft(draft.config)
     whole.load_weights(list(stack(published_weights(), draft.config).items()))
     assert mx.abs(forward(draft) - forward(whole)).max().item() < 0.4
+
+
+@pytest.mark.parametrize("overrides", [{}, {"fc": False}, {V0: {"group_size": 32, "bits": 6}}])
+def test_a_cpu_dequantizes(tmp_path: Path, overrides: dict) -> None:
+    path = quantized_checkpoint(tmp_path, overrides)
+    kept, draft = load_draft(path, dtype=mx.float32), load_draft(path)
+    quantized = [name for name, module in draft.named_modules() if "scales" in module]
+    assert not quantized if mx.default_device() == mx.cpu else quantized
+    assert mx.allclose(forward(draft), forward(kept), atol=2e-5).item()
+    dequantize(draft)
+    assert not any("scales" in module for _, module in draft.named_modules())
+    assert mx.allclose(forward(draft), forward(kept), atol=2e-5).item()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from ..bench.prompts import PROMPTS
 from ..default_pair import default_draft_path
-from ..draft import DFlashDraft
+from ..draft import DFlashDraft, dequantize
 from ..errors import DFlashError
 from ..load import load_draft
 from ..targets.anatomy import dissect
@@ -362,7 +362,9 @@ def given_draft(args: argparse.Namespace, start: str, model: nn.Module) -> tuple
             )
         if args.prune_head:
             print(f"Note: --draft {start} keeps its own vocabulary of {size} tokens.", file=sys.stderr)
-    return draft, json.loads((directory / "config.json").read_text())
+    dequantize(draft)
+    raw = json.loads((directory / "config.json").read_text())
+    return draft, {name: value for name, value in raw.items() if not name.startswith("quantization")}
 
 
 def check_origin(files: Sequence[Path], model: str, shard: Shard, vocab_size: int) -> None:

@@ -16,6 +16,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 ANSWER = 2
-GAMMA = 3.0
+EARLY = 3  # slots that every block has
+CAPTURED = [1, 8, 14, 21, 27]
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -49,13 +52,12 @@ class Rotary:
 
 
 class Target:
-    """A llama, frozen: captured hidden states, distributions over the training vocabulary, embeddings and head."""
+    """A llama, frozen; its features are the captured hidden states and what its head reads."""
 
-    def __init__(self, directory: Path, captured: list[int], vocabulary: np.ndarray):
+    def __init__(self, directory: Path, captured: list[int]):
         self.config = json.loads((directory / "config.json").read_text())
         arrays = load_file(directory / "model.safetensors")
         self.embedding = arrays["model.embed_tokens.weight"].float()
-        self.head = self.embedding[torch.from_numpy(vocabulary)].bfloat16()
         self.norm = arrays["model.norm.weight"].float()
         self.weights = {
             name.removeprefix("model."): array.float() if "norm" in name else array.bfloat16()
@@ -68,11 +70,14 @@ class Target:
         self.rotary = Rotary(self.config, self.head_dim)
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Of ids [B, L]: captured [B, L, n × E] and logits [B, L, training vocabulary]."""
+    def __call__(self, ids: Tensor, attend: Attend | None = None, position: int = 0) -> Tensor:
+        """Features [B, L, (n + 1) × E] of ids [B, L] from `position` on, in bfloat16.
+
+        attend: of a layer's number, queries, keys and values, [B, H, L, D] each; causal where left out.
+        """
         x, kept, eps = self.embedding[ids], [], self.config["rms_norm_eps"]
         batch, length = ids.shape
-        cos, sin = (part.bfloat16() for part in self.rotary.at(torch.arange(length)))
+        cos, sin = (part.bfloat16() for part in self.rotary.at(position + torch.arange(length)))
         for i in range(self.depth):
             w = {part: self.weights[f"layers.{i}.{part}.weight"] for part in PARTS}
             y = rms(x, w["input_layernorm"], eps).bfloat16()
@@ -80,16 +85,24 @@ class Target:
                 F.linear(y, w[f"self_attn.{p}_proj"]).view(batch, length, -1, self.head_dim).transpose(1, 2)
                 for p in "qkv"
             )
-            groups = self.heads // self.kv_heads
-            k, v = rotate(k, cos, sin).repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-            out = F.scaled_dot_product_attention(rotate(q, cos, sin), k, v, is_causal=True)
+            out = (attend or causal)(i, rotate(q, cos, sin), rotate(k, cos, sin), v)
             x = x + F.linear(out.transpose(1, 2).reshape(batch, length, -1), w["self_attn.o_proj"])
             y = rms(x, w["post_attention_layernorm"], eps).bfloat16()
             y = F.silu(F.linear(y, w["mlp.gate_proj"])) * F.linear(y, w["mlp.up_proj"])
             x = x + F.linear(y, w["mlp.down_proj"])
             if i in self.captured:
-                kept.append(x)
-        return torch.cat(kept, -1), F.linear(rms(x, self.norm, eps).bfloat16(), self.head)
+                kept.append(x.bfloat16())
+        return torch.cat([*kept, rms(x, self.norm, eps).bfloat16()], -1)
+
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+def causal(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    groups = q.shape[1] // k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), is_causal=True
+    )
 
 
 PARTS = [
@@ -100,63 +113,239 @@ PARTS = [
 ]
 
 
+def features_file(directory: Path, data: Path) -> Path:
+    return directory / (data.stem + "-features.bin")
+
+
+def mapped(file: Path, rows: int, length: int, target: Target) -> Tensor:
+    """Features [rows, length, (n + 1) × E] in a file, made where it is not there."""
+    width = (len(target.captured) + 1) * target.config["hidden_size"]
+    return torch.from_file(str(file), True, rows * length * width, dtype=torch.bfloat16).view(rows, length, width)
+
+
+class Conversations:
+    """Those of one file; features lie beside it where its writer kept them, else they are made in `directory`."""
+
+    def __init__(self, file: Path, directory: Path, target: Target):
+        arrays = np.load(file)
+        self.ids, self.role = arrays["ids"].astype(np.int64), arrays["role"]
+        self.kept = np.arange(len(self.ids))
+        known = features_file(file.parent, file)
+        made = known if known.exists() else features_file(directory, file)
+        if not made.exists():
+            directory.mkdir(parents=True, exist_ok=True)
+            scratch = made.with_name(".writing-" + made.name)
+            features = mapped(scratch, *self.ids.shape, target)
+            for first in range(0, len(self.ids), 8):
+                print(f"features of {file.name}: {first} of {len(self.ids)}", end="\r", flush=True)
+                features[first : first + 8] = target(torch.from_numpy(self.ids[first : first + 8]))
+            os.replace(scratch, made)
+        self.features = mapped(made, *self.ids.shape, target)
+
+
+class Attention(torch.autograd.Function):
+    """Blocks of rows over the context and over themselves, without the scores of one block over another.
+
+    queries, own_keys, own_values [B, H, G, A, S, D]: H key heads of G query heads each. keys, values [B, H, L, D].
+    mask [B, A, L], added to the context's scores. The context's part is torch's flash attention; as its backward needs
+    no more than the output and its log-sum over all keys, the two parts are joined by theirs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, own_keys: Tensor, own_values: Tensor, mask: Tensor
+    ) -> Tensor:
+        batch, heads, groups, _, size, dim = queries.shape
+        flat = queries.reshape(batch, heads, -1, dim)
+        mask = mask[:, None, :, None].expand(-1, groups, -1, size, -1).reshape(batch, 1, flat.shape[2], -1)
+        seen, seen_sum = FLASH(flat, keys, values, 0.0, False, attn_mask=mask, scale=dim**-0.5)
+        seen, seen_sum = seen.view(queries.shape), seen_sum.view(*queries.shape[:-1], 1)
+        scores = (queries @ own_keys.transpose(-1, -2)).float() * dim**-0.5
+        total = torch.logaddexp(seen_sum, scores.logsumexp(-1, keepdim=True))
+        probs = (scores - total).exp().bfloat16()
+        out = (seen * (seen_sum - total).exp()).bfloat16() + probs @ own_values
+        ctx.save_for_backward(queries, keys, values, own_keys, own_values, mask, probs, out, total)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        queries, keys, values, own_keys, own_values, mask, probs, out, total = ctx.saved_tensors
+        flat = (queries.shape[0], queries.shape[1], -1, queries.shape[-1])
+        scale = queries.shape[-1] ** -0.5
+        grad = grad.contiguous()
+        grad_queries, grad_keys, grad_values = FLASH_BACKWARD(
+            grad.view(flat),
+            queries.reshape(flat),
+            keys,
+            values,
+            out.view(flat),
+            total.view(*flat[:2], -1),
+            0.0,
+            False,
+            attn_mask=mask,
+            scale=scale,
+        )
+        spread = grad @ own_values.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True, dtype=torch.float32)
+        grad_scores = (probs * spread * scale).bfloat16()
+        own = grad_scores.transpose(-1, -2) @ queries, probs.transpose(-1, -2) @ grad
+        grad_queries = grad_queries.view(queries.shape) + grad_scores @ own_keys
+        return grad_queries, grad_keys, grad_values, own[0].sum(2, keepdim=True), own[1].sum(2, keepdim=True), None
+
+
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class Distance(torch.autograd.Function):
+    """Weighted sum of the rows' cross-entropies, one share with the labels, the other with the target's distribution.
+
+    hidden [U, E] of the draft, code [U, R] of its Domino head and taught [U, E] of the target, before head [V, E] and
+    widen [V, R]. Gradients are made on the way forward, piece by piece, so that no logits are kept.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        code: Tensor,
+        widen: Tensor,
+        taught: Tensor,
+        head: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        share: float,
+    ) -> Tensor:
+        loss, grads, grad_widen = torch.zeros(()), [], torch.zeros_like(widen)
+        reads, whole = torch.cat([hidden, code], -1), torch.cat([head, widen.bfloat16()], -1)
+        for part in torch.arange(len(hidden)).split(512):
+            grad, found = distance(reads[part] @ whole.T, taught[part] @ head.T, labels[part], weights[part], share)
+            loss += found
+            grads.append(grad @ whole)
+            grad_widen += grad.T @ code[part]
+        ctx.save_for_backward(*torch.cat(grads).split([hidden.shape[1], code.shape[1]], -1), grad_widen)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return (*(saved * grad.to(saved.dtype) for saved in ctx.saved_tensors), None, None, None, None, None)
+
+
+@torch.compile(dynamic=True)
+def distance(logits: Tensor, goal: Tensor, labels: Tensor, weights: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Gradient [U, V] of the weighted sum, and the sum."""
+    taught, logprobs = goal.float().softmax(-1), logits.float().log_softmax(-1)
+    hit = torch.arange(logits.shape[-1]) == labels[:, None]
+    wanted = torch.where(hit, 1 - share, 0.0) + share * taught
+    loss = -(wanted * logprobs).sum(-1) * weights
+    return ((logprobs.exp() - wanted) * weights[:, None]).bfloat16(), loss.sum()
+
+
+@torch.compile(dynamic=True)
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x.float()
+    return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight).bfloat16()
+
+
+@torch.compile(dynamic=True)
+def turned(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads [B, rows, H, D] normed and rotated by their positions [B or 1, rows, 1, D], to [B, H, rows, D]."""
+    x = x.float()
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+    half = x.shape[-1] // 2
+    x = x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+    return x.bfloat16().transpose(1, 2).contiguous()
+
+
+@torch.compile(dynamic=True)
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    return (F.silu(gate.float()) * up.float()).bfloat16()
+
+
 class Draft(torch.nn.Module):
     """A published DFlash 1 draft; its parameters are the file's, with dots as double underscores."""
 
     def __init__(self, directory: Path):
         super().__init__()
         self.config = json.loads((directory / "config.json").read_text())
+        self.published_vocabulary: np.ndarray | None = None
+        self.vocabulary_size = 0
         for name, array in load_file(directory / "model.safetensors").items():
-            if name != "d2t":
+            if name == "d2t":
+                self.published_vocabulary = array.numpy().astype(np.int64) + np.arange(len(array))
+            else:
                 self.register_parameter(name.replace(".", "__"), torch.nn.Parameter(array.float()))
         self.rotary = Rotary(self.config, self.config["head_dim"])
-        self.size = self.config["block_size"]
+        self.size, self.eps = self.config["block_size"], self.config["rms_norm_eps"]
 
     def weight(self, name: str) -> Tensor:
         return self.get_parameter(name.replace(".", "__") + "__weight")
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x.bfloat16(), self.weight(name).bfloat16())
+        return F.linear(x, self.weight(name).bfloat16())
 
-    def forward(self, inputs: Tensor, hidden: Tensor, anchors: Tensor) -> Tensor:
-        """Embedded blocks [B, A, S, E] after the context hidden [B, L, n × E] before anchors [B, A]: [B, A, S, E]."""
-        config, eps = self.config, self.config["rms_norm_eps"]
-        heads, groups, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-        batch, length = hidden.shape[:2]
-        num = anchors.shape[1]
-        context = rms(self.linear(hidden, "fc"), self.weight("hidden_norm"), eps)
-        before = self.rotary.at(torch.arange(length))
-        within = self.rotary.at((anchors[..., None] + torch.arange(self.size)).reshape(batch, 1, -1))
-        unseen = torch.arange(length) >= anchors[..., None]  # [B, A, L]
-        unseen = unseen[:, None, None, :, None]
-        x = inputs
-        for i in range(config["num_hidden_layers"]):
-            attention = f"layers.{i}.self_attn."
+    def heads(self, x: Tensor, name: str) -> Tensor:
+        """[B, rows, E] to [B, rows, H, D]."""
+        return self.linear(x, name).view(*x.shape[:2], -1, self.config["head_dim"])
 
-            def split(y: Tensor, part: str, at: tuple[Tensor, Tensor] | None, attention: str = attention) -> Tensor:
-                """[B, rows, E] to heads [B, H, rows, D], normed and rotated for q and k."""
-                y = self.linear(y, attention + part + "_proj").view(batch, y.shape[1], -1, size)
-                if at is None:
-                    return y.transpose(1, 2)
-                return rotate(rms(y, self.weight(attention + part + "_norm"), eps).transpose(1, 2), *at).bfloat16()
+    def turned(self, x: Tensor, layer: str, part: str, at: tuple[Tensor, Tensor]) -> Tensor:
+        norm = self.weight(f"{layer}self_attn.{part}_norm")
+        return turned(self.heads(x, f"{layer}self_attn.{part}_proj"), norm, self.eps, *at)
 
-            y = rms(x, self.weight(f"layers.{i}.input_layernorm"), eps).reshape(batch, num * self.size, -1)
-            q = split(y, "q", within).view(batch, groups, heads // groups, num, self.size, size)
-            keys, values = split(context, "k", before), split(context, "v", None)
-            own_keys = split(y, "k", within).view(batch, groups, 1, num, self.size, size)
-            own_values = split(y, "v", None).reshape(batch, groups, 1, num, self.size, size)
-            seen = (q.reshape(batch, groups, -1, size) @ keys.transpose(-1, -2)).view(*q.shape[:-1], length)
-            seen = seen.masked_fill(unseen, -math.inf)
-            scores = torch.cat([seen, q @ own_keys.transpose(-1, -2)], -1) * size**-0.5
-            probs = scores.softmax(-1)
-            out = (probs[..., :length].reshape(batch, groups, -1, length) @ values).view(q.shape)
-            out = out + probs[..., length:] @ own_values
-            out = out.reshape(batch, heads, num * self.size, size).transpose(1, 2).reshape(batch, num, self.size, -1)
-            x = x + self.linear(out, attention + "o_proj")
-            y = rms(x, self.weight(f"layers.{i}.post_attention_layernorm"), eps)
-            y = F.silu(self.linear(y, f"layers.{i}.mlp.gate_proj")) * self.linear(y, f"layers.{i}.mlp.up_proj")
-            x = x + self.linear(y, f"layers.{i}.mlp.down_proj")
-        return rms(x, self.weight("norm"), eps)
+    def layers(self) -> list[str]:
+        return [f"layers.{i}." for i in range(self.config["num_hidden_layers"])]
+
+    def context(self, captured: Tensor, scale: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [B, H, L, D] of each layer from captured [B, L, n × E], whose coordinates have this scale."""
+        x = F.linear(captured, (self.weight("fc") / scale).bfloat16())
+        x = normed(x, self.weight("hidden_norm"), self.eps)
+        at = tuple(part[None, :, None] for part in self.rotary.at(torch.arange(x.shape[1])))
+        return [
+            (self.turned(x, layer, "k", at), self.heads(x, layer + "self_attn.v_proj").transpose(1, 2).contiguous())
+            for layer in self.layers()
+        ]
+
+    def forward(self, inputs: Tensor, context: list[tuple[Tensor, Tensor]], anchors: Tensor) -> Tensor:
+        """Embedded blocks [B, A, S, E] after the context before anchors [B, A]: normed hidden [B, A, S, E]."""
+        batch, num, size = inputs.shape[:3]
+        kv_heads, dim = self.config["num_key_value_heads"], self.config["head_dim"]
+        at = tuple(part[:, :, None] for part in self.rotary.at((anchors[..., None] + torch.arange(size)).flatten(1)))
+        columns = torch.arange(context[0][0].shape[2])
+        mask = torch.where(columns < anchors[..., None], 0.0, -1e9).bfloat16()
+        x = inputs.flatten(1, 2)
+        for layer, (keys, values) in zip(self.layers(), context, strict=True):
+            y = normed(x, self.weight(layer + "input_layernorm"), self.eps)
+            blocks = (batch, kv_heads, -1, num, size, dim)
+            q, k = (self.turned(y, layer, part, at).view(blocks) for part in "qk")
+            v = self.heads(y, layer + "self_attn.v_proj").transpose(1, 2).reshape(blocks)
+            out = Attention.apply(q, keys, values, k, v, mask)
+            x = x + self.linear(
+                out.flatten(1, 2).permute(0, 2, 3, 1, 4).reshape(batch, num * size, -1), layer + "self_attn.o_proj"
+            )
+            y = normed(x, self.weight(layer + "post_attention_layernorm"), self.eps)
+            y = gated(self.linear(y, layer + "mlp.gate_proj"), self.linear(y, layer + "mlp.up_proj"))
+            x = x + self.linear(y, layer + "mlp.down_proj")
+        return normed(x, self.weight("norm"), self.eps).view(batch, num, size, -1)
+
+    def code(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """What a Domino head's last matrix reads, [N, S, R], where embedded tokens `before` [N, S, E] went before.
+
+        hidden [N, S, E] of slots 1... Without such a head it has no columns.
+        """
+        if not self.domino:
+            return hidden[..., :0]
+        gates = [self.get_parameter(f"prefix_gru__weight_{part}_l0") for part in ("ih", "hh")]
+        start = torch.zeros(1, len(before), gates[1].shape[1])
+        states, _ = torch.gru(before, start, gates, False, 1, 0.0, True, False, True)
+        code = F.silu(self.linear(torch.cat([hidden, states.bfloat16()], -1), "embed_proj.0"))
+        plain = self.config["dflash_config"]["pure_draft_prefix_len"]
+        return torch.cat([torch.zeros_like(code[:, :plain]), code[:, plain:]], 1)
+
+    @property
+    def domino(self) -> bool:
+        return self.config["dflash_config"].get("projector_type") == "domino"
+
+    def widen(self) -> Tensor:
+        return self.weight("embed_proj.2") if self.domino else torch.zeros(self.vocabulary_size, 0)
 
 
 class Muon:
@@ -182,13 +371,31 @@ class Muon:
             parameter.add_(x.float(), alpha=-rate * max(1, rows / columns) ** 0.5)
 
 
-def batch_of(ids: np.ndarray, role: np.ndarray, vocabulary: np.ndarray, num: int, rng: Any) -> tuple[Tensor, ...]:
-    """Anchors [B, A], labels and weights [B, A, 7] as dflash_mlx.train.fit draws them."""
-    size = 8
+@dataclass
+class Batch:
+    """ids, role and features of rows; anchors [B, A]; of slots 1..: labels, weights, tokens and whether they count."""
+
+    ids: Tensor
+    features: Tensor
+    anchors: Tensor
+    labels: Tensor
+    weights: Tensor
+    tokens: Tensor
+    whole: Tensor
+
+    def part(self, anchors: slice, slots: int) -> Batch:
+        """Some of the anchors, and the first of their slots."""
+        per_slot = (x[:, anchors, :slots] for x in (self.labels, self.weights, self.tokens, self.whole))
+        return Batch(self.ids, self.features, self.anchors[:, anchors], *per_slot)
+
+
+def batch_of(data: Conversations, rows: Any, vocabulary: np.ndarray, num: int, rng: Any, decay: float) -> Batch:
+    """Anchors drawn from the positions whose next token is the target's answer, in no order."""
+    size, ids, role = 8, data.ids[rows], data.role[rows]
     follows = np.zeros(role.shape, bool)
     follows[:, 1:-1] = role[:, 2:] == ANSWER
     draws = np.where(follows, rng.random(role.shape), -1.0)
-    anchors = np.maximum(np.sort(np.argsort(-draws, axis=1)[:, :num], axis=1), 1)
+    anchors = np.maximum(np.argsort(-draws, axis=1)[:, :num], 1)
     drawn = np.take_along_axis(follows, anchors, axis=1)[..., None]
     at = anchors[..., None] + np.arange(1, size)
     inside = np.minimum(at, ids.shape[1] - 1)
@@ -197,63 +404,89 @@ def batch_of(ids: np.ndarray, role: np.ndarray, vocabulary: np.ndarray, num: int
     whole = np.logical_and.accumulate(answered, axis=-1) & drawn
     labels = np.minimum(np.searchsorted(vocabulary, tokens), len(vocabulary) - 1)
     known = (vocabulary[labels] == tokens) & whole
-    weights = known * np.exp(-np.arange(size - 1) / GAMMA)
-    return tuple(map(torch.from_numpy, (anchors, labels, weights.astype(np.float32), tokens, whole)))
+    weights = (known * np.exp(-np.arange(size - 1) / decay)).astype(np.float32)
+    arrays = (torch.from_numpy(x) for x in (anchors, labels, weights, tokens, whole))
+    return Batch(torch.from_numpy(ids), data.features[torch.from_numpy(np.asarray(rows))], *arrays)
 
 
 class Run:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         raw = json.loads((args.draft / "config.json").read_text())
-        self.ids, self.role = read(args.data)
-        self.held_ids, self.held_role = (a[: args.num_held_out] for a in read([args.held_out]))
-        held = {row.tobytes() for row in self.held_ids}
-        kept = [i for i, row in enumerate(self.ids) if row.tobytes() not in held]
-        self.ids, self.role = self.ids[kept], self.role[kept]
-        tokens, counts = np.unique(self.ids[self.role == ANSWER], return_counts=True)
-        self.vocabulary = np.sort(tokens[np.argsort(-counts, kind="stable")[: args.vocabulary]]).astype(np.int64)
-        self.target = Target(args.target, raw["dflash_config"]["target_layer_ids"], self.vocabulary)
+        self.target = Target(args.target, raw["dflash_config"]["target_layer_ids"])
+        held = Conversations(args.held_out, args.out / "features", self.target)
+        self.held = held
+        held.kept = held.kept[: args.num_held_out]
+        secret = {row.tobytes() for row in held.ids[held.kept]}
+        self.data = [Conversations(file, args.out / "features", self.target) for file in files_of(args.data)]
+        for part in self.data:
+            part.kept = np.array([i for i, row in enumerate(part.ids) if row.tobytes() not in secret])
         self.draft = Draft(args.draft)
-        self.mask = raw["dflash_config"]["mask_token_id"]
-        hidden, _ = self.target(torch.from_numpy(self.ids[:2]))
-        self.scale = hidden.pow(2).mean((0, 1)).sqrt() + 1e-4
+        self.vocabulary = self.draft.published_vocabulary
+        if self.vocabulary is None:
+            answers = np.concatenate([part.ids[part.role == ANSWER] for part in self.data])
+            tokens, counts = np.unique(answers, return_counts=True)
+            self.vocabulary = np.sort(tokens[np.argsort(-counts, kind="stable")[: args.vocabulary]]).astype(np.int64)
+        self.draft.vocabulary_size = len(self.vocabulary)
+        self.head = self.target.embedding[torch.from_numpy(self.vocabulary)].bfloat16()
+        self.mask, self.width = raw["dflash_config"]["mask_token_id"], raw["hidden_size"]
+        sample = self.data[0].features[:2, :, : -self.width].float()
+        self.scale = sample.pow(2).mean((0, 1)).sqrt() + 1e-4
         with torch.no_grad():
             self.draft.weight("fc").mul_(self.scale)
         named = list(self.draft.named_parameters())
-        self.muon = Muon([p for _, p in named if p.ndim == 2])
-        self.adam = torch.optim.AdamW([p for _, p in named if p.ndim != 2], weight_decay=0.0)
+        matrices = {name for name, p in named if p.ndim == 2 and name != "embed_proj__2__weight"}
+        self.muon = Muon([p for name, p in named if name in matrices])
+        self.adam = torch.optim.AdamW([p for name, p in named if name not in matrices], weight_decay=0.0)
         self.step, self.seconds = 0, 0.0
         self.curve: list[dict[str, Any]] = []
 
-    def blocks(self, ids: Tensor, anchors: Tensor) -> Tensor:
-        blocks = torch.full((*anchors.shape, self.draft.size), self.mask)
-        blocks[..., 0] = ids.gather(1, anchors)
-        return self.target.embedding[blocks]
+    def batches(self, epoch: int) -> list[tuple[int, np.ndarray]]:
+        """All conversations once: the number of their file and their rows, `args.tokens` in all."""
+        rng = np.random.default_rng((0, 1, epoch))
+        found = []
+        for number, part in enumerate(self.data):
+            size = max(1, self.args.tokens // part.ids.shape[1])
+            order = rng.permutation(part.kept)
+            found += [(number, order[i : i + size]) for i in range(0, len(order) - size + 1, size)]
+        return [found[i] for i in rng.permutation(len(found))]
 
-    def hidden(self, ids: Tensor, anchors: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [.., V] of the used slots of 1.. (a mask [B, A, 7]), and the target's of the same tokens."""
-        captured, logits = self.target(ids)
-        out = self.draft(self.blocks(ids, anchors), captured / self.scale, anchors)[:, :, 1:]
-        before = (anchors[..., None] + torch.arange(self.draft.size - 1)).clamp(max=ids.shape[1] - 1)
-        rows = torch.arange(len(ids))[:, None, None].expand_as(before)
-        return F.linear(out[used].bfloat16(), self.target.head), logits[rows[used], before[used]]
+    def read(self, batch: Batch, context: list[tuple[Tensor, Tensor]], used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """For the used slots of 1.. (a mask): the draft's hidden, its Domino head's code, the target's hidden."""
+        slots = used.shape[-1]
+        blocks = torch.full((*batch.anchors.shape, slots + 1), self.mask)
+        blocks[..., :1] = first = batch.ids.gather(1, batch.anchors)[..., None]
+        out = self.draft(self.target.embedding[blocks], context, batch.anchors)[:, :, 1:]
+        tokens = torch.cat([first, batch.tokens[..., : slots - 1]], -1)
+        code = self.draft.code(out.flatten(0, 1), self.target.embedding[tokens].flatten(0, 1)).view(*used.shape, -1)
+        before = (batch.anchors[..., None] + torch.arange(slots)).clamp(max=batch.ids.shape[1] - 1)
+        rows = torch.arange(len(batch.ids))[:, None, None].expand_as(before)
+        return out[used], code[used], batch.features[rows[used], before[used], -self.width :]
+
+    def context(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
+        return self.draft.context(batch.features[..., : -self.width], self.scale)
 
     def train(self) -> float:
         args, rng = self.args, np.random.default_rng((0, 2, self.step))
-        per_epoch = len(self.ids) // args.batch_size
-        order = np.random.default_rng((0, 1, self.step // per_epoch)).permutation(len(self.ids))
-        rows = order[self.step % per_epoch * args.batch_size :][: args.batch_size]
-        anchors, labels, weights, *_ = batch_of(self.ids[rows], self.role[rows], self.vocabulary, args.num_anchors, rng)
-        # Late slots weigh little and cost as much: a share of them, weighted up, has the same mean.
-        drawn = torch.from_numpy(rng.random(weights.shape) < args.late_share)
-        weights[..., 4:] *= drawn[..., 4:] / args.late_share
-        logits, taught = self.hidden(torch.from_numpy(self.ids[rows]), anchors, weights > 0)
-        logprobs = logits.log_softmax(-1, dtype=torch.float32)
-        loss = F.nll_loss(logprobs, labels[weights > 0], reduction="none")
-        if args.distillation:
-            soft = -(taught.softmax(-1, dtype=torch.float32) * logprobs).sum(-1)
-            loss = (1 - args.distillation) * loss + args.distillation * soft
-        loss = (loss * weights[weights > 0]).sum() / weights.sum()
+        per_epoch = len(self.batches(0))
+        if self.step % per_epoch == 0 or not self.order:
+            self.order = self.batches(self.step // per_epoch)
+        number, rows = self.order[self.step % per_epoch]
+        num = self.data[number].ids.shape[1] // args.positions_per_anchor
+        batch = batch_of(self.data[number], rows, self.vocabulary, num, rng, args.decay)
+        # Late slots weigh little and cost as much: a share of the blocks has them, weighted up.
+        whole = max(1, round(num * args.late_share))
+        batch.weights[..., EARLY:] *= num / whole
+        context = self.context(batch)
+        parts = [batch.part(slice(whole), 7), batch.part(slice(whole, None), EARLY)]
+        used = [part.weights > 0 for part in parts]
+        read = [self.read(part, context, mask) for part, mask in zip(parts, used, strict=True)]
+        hidden, code, taught = (torch.cat(pieces) for pieces in zip(*read, strict=True))
+        labels = torch.cat([part.labels[mask] for part, mask in zip(parts, used, strict=True)])
+        weights = torch.cat([part.weights[mask] for part, mask in zip(parts, used, strict=True)])
+        weights = weights / weights.sum()
+        widen = self.draft.widen()
+        loss = Distance.apply(hidden, code, widen, taught, self.head, labels, weights, args.distillation)
         self.draft.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
@@ -263,6 +496,8 @@ class Run:
         self.adam.step()
         self.step += 1
         return loss.item()
+
+    order: list[tuple[int, np.ndarray]] | None = None
 
     def rate(self) -> float:
         """Share of the peak rate: warm-up, flat, then a cosine to 0 in the last `cooldown` of the run."""
@@ -278,15 +513,16 @@ class Run:
         found: dict[str, Any] = {}
         for kind, first in (("greedy", 0), ("sampled", 1)):
             hits = []
-            for row in range(first, len(self.held_ids), 2):
-                ids, role = self.held_ids[row : row + 1], self.held_role[row : row + 1]
-                anchors, _, _, tokens, whole = batch_of(ids, role, self.vocabulary, 48, np.random.default_rng((0, row)))
-                logits, _ = self.hidden(torch.from_numpy(ids), anchors, torch.ones_like(whole))
-                right = torch.from_numpy(self.vocabulary)[logits.argmax(-1)].view_as(tokens) == tokens
-                hits.append((right & whole)[whole[..., 0]])
+            for row in self.held.kept[first::2]:
+                rng = np.random.default_rng((0, int(row)))
+                batch = batch_of(self.held, [row], self.vocabulary, 48, rng, self.args.decay)
+                hidden, code, _ = self.read(batch, self.context(batch), torch.ones_like(batch.whole))
+                logits = F.linear(hidden, self.head) + F.linear(code, self.draft.widen().bfloat16())
+                chosen = torch.from_numpy(self.vocabulary)[logits.argmax(-1)]
+                hits.append(((chosen.view_as(batch.tokens) == batch.tokens) & batch.whole)[batch.whole[..., 0]])
             prefix = torch.cat(hits).long().cumprod(-1).float()
             found[kind] = round(1 + prefix.sum(-1).mean().item(), 4)
-            found[kind + "_first"] = round(prefix[:, 0].mean().item(), 4)
+            found[kind + "_by_position"] = [round(x, 4) for x in prefix.mean(0).tolist()]
         return found
 
     def save(self, loss: float) -> None:
@@ -320,7 +556,7 @@ class Run:
             "commit": git.stdout.strip() or None,
             "versions": {"torch": torch.__version__, "numpy": np.__version__},
             "data_sha256": digest,
-            "conversations": len(self.ids),
+            "conversations": sum(len(part.kept) for part in self.data),
             "held_out": self.curve[-1],
         }
 
@@ -342,11 +578,6 @@ def files_of(paths: list[Path]) -> list[Path]:
     return [file for path in paths for file in (sorted(path.glob("*.npz")) if path.is_dir() else [path])]
 
 
-def read(paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
-    arrays = [np.load(file) for file in files_of(paths)]
-    return np.concatenate([a["ids"] for a in arrays]).astype(np.int64), np.concatenate([a["role"] for a in arrays])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("--draft", "--target", "--held-out", "--out"):
@@ -354,20 +585,22 @@ def main() -> None:
     parser.add_argument("--data", type=Path, nargs="+", required=True)
     parser.add_argument("--num-held-out", type=int, default=64, help="rows of --held-out, never trained on")
     parser.add_argument("--num-steps", type=int, default=3000)
-    parser.add_argument("--batch-size", type=int, default=2)
-    parser.add_argument("--num-anchors", type=int, default=112)
-    parser.add_argument("--muon-rate", type=float, default=2e-3)
-    parser.add_argument("--adamw-rate", type=float, default=5e-4)
+    parser.add_argument("--tokens", type=int, default=4096, help="of context a step")
+    parser.add_argument("--positions-per-anchor", type=int, default=5)
+    parser.add_argument("--muon-rate", type=float, default=4e-3)
+    parser.add_argument("--adamw-rate", type=float, default=1e-3)
+    parser.add_argument("--decay", type=float, default=2.0, help="γ of the weights exp(−(k − 1) / γ) of slots k")
     parser.add_argument("--cooldown", type=float, default=0.5)
     parser.add_argument("--distillation", type=float, default=0.5)
-    parser.add_argument("--late-share", type=float, default=0.25, help="of slots 5.. that a step looks at")
+    parser.add_argument("--late-share", type=float, default=0.25, help="of blocks that have slots 4 to 7")
     parser.add_argument("--vocabulary", type=int, default=12288)
     parser.add_argument("--minutes-between", type=float, default=4.0, help="between checkpoints")
     parser.add_argument("--profile", type=int, default=0, help="steps to time, and nothing else")
     args = parser.parse_args()
     run = Run(args)
-    print(f"{len(run.ids)} conversations", flush=True)
+    print(sum(len(part.kept) for part in run.data), "conversations", flush=True)
     if args.profile:
+        print(run.evaluate(), flush=True)
         for _ in range(args.profile):
             begin = time.perf_counter()
             print(round(run.train(), 3), round(time.perf_counter() - begin, 2), "s", flush=True)
