@@ -37,7 +37,7 @@ def logits(draft: DFlashDraft) -> mx.array:
 def test_written_and_read_again_it_says_the_same(tmp_path: Path, kind: str, bits: int | None) -> None:
     write_draft(tmp_path / "a", KINDS[kind])
     convert_draft(tmp_path / "a", tmp_path / "b", bits=bits, group_size=32)
-    there = load_draft(tmp_path / "b")
+    there = load_draft(tmp_path / "b", dtype=mx.float32)
     assert isinstance(there.kv_proj, nn.QuantizedLinear) == (bits is not None)
     assert mx.array_equal(logits(there), logits(load_draft(tmp_path / "a", bits=bits, group_size=32)))
     config = json.loads((tmp_path / "b" / "config.json").read_text())
@@ -45,7 +45,7 @@ def test_written_and_read_again_it_says_the_same(tmp_path: Path, kind: str, bits
     assert config == json.loads((tmp_path / "a" / "config.json").read_text())
     # And a second time, from what was written.
     convert_draft(tmp_path / "b", tmp_path / "c")
-    assert mx.array_equal(logits(load_draft(tmp_path / "c")), logits(there))
+    assert mx.array_equal(logits(load_draft(tmp_path / "c", dtype=mx.float32)), logits(there))
 
 
 def test_an_unquantized_draft_keeps_every_published_tensor(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_packagings_with_a_vocabulary_of_their_own_keep_it(tmp_path: Path) -> No
     assert mx.array_equal(again.token_ids, pruned.token_ids) and mx.array_equal(logits(again), logits(pruned))
     speculators(tmp_path / "c", *published("qwen3"))
     convert_draft(tmp_path / "c", tmp_path / "d", bits=8, group_size=32)
-    there, here = load_draft(tmp_path / "d"), load_draft(tmp_path / "c", bits=8, group_size=32)
+    there, here = load_draft(tmp_path / "d", dtype=mx.float32), load_draft(tmp_path / "c", bits=8, group_size=32)
     assert mx.array_equal(there.token_ids, here.token_ids) and there.config == here.config
     here, there = (dict(tree_flatten(x.parameters())) for x in (here, there))
     assert here.keys() == there.keys() and all(mx.array_equal(here[name], there[name]) for name in here)
