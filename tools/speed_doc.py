@@ -50,7 +50,8 @@ def main() -> None:
     OpenBLAS preloaded, mlx {versions["mlx"]}, mlx-lm {versions["mlx_lm"]}, greedy. Plain and speculative runs take
     turns, prompt by prompt; ratios are medians over prompts. No figure for Apple GPUs is given, because nobody has
     measured one with this code yet: `dflash-mlx bench` measures your own pair on your own machine. The tables' JSON
-    is in [benchmarks](benchmarks); this page is made by `tools/speed_doc.py`."""
+    is in [benchmarks](benchmarks); this page is made by `tools/speed_doc.py`. The default draft has been trained on
+    since these were measured."""
     print(textwrap.fill(" ".join(text.split()), 120))
     for name, (title, meaning) in SECTIONS.items():
         result = results[name]

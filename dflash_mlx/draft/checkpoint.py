@@ -104,7 +104,8 @@ def quantize(draft: DFlashDraft, bits: int, group_size: int = 64) -> None:
     """Quantize a draft's matrices in place, as mlx-lm's conversion does; activations keep their type.
 
     What does not divide into groups stays as it is, and so does what chooses tokens behind the network: of that only
-    single rows are read.
+    single rows are read. So does `fc`: coordinates of the target's hidden states differ a thousandfold in size, so the
+    weights of one group do too, and the small ones, which count as much, would be lost.
     """
     check_options(None, bits, group_size)
     if "scales" in draft.kv_proj:
@@ -113,7 +114,7 @@ def quantize(draft: DFlashDraft, bits: int, group_size: int = 64) -> None:
         )
 
     def chosen(name: str, module: nn.Module) -> bool:
-        if not hasattr(module, "to_quantized") or name.startswith(CHOOSERS):
+        if not hasattr(module, "to_quantized") or name == "fc" or name.startswith(CHOOSERS):
             return False
         return name == "kv_proj" or module.weight.shape[-1] % group_size == 0
 
