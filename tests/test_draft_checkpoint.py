@@ -12,8 +12,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model
 
-from dflash_mlx.draft import DFlashDraft, convert_draft, dequantize, finite, load_draft, parse_config, quantize
+from dflash_mlx.draft import DFlashDraft, convert_draft, finite, load_draft, parse_config, quantize
 from dflash_mlx.draft.checkpoint import kv_names, stack, unstack
 from dflash_mlx.errors import CheckpointError, UnsupportedOptionError
 
@@ -437,7 +438,7 @@ def test_a_cpu_dequantizes(tmp_path: Path, overrides: dict) -> None:
     quantized = [name for name, module in draft.named_modules() if "scales" in module]
     assert not quantized if mx.default_device() == mx.cpu else quantized
     assert mx.allclose(forward(draft), forward(kept), atol=2e-5).item()
-    dequantize(draft)
+    dequantize_model(draft)
     assert not any("scales" in module for _, module in draft.named_modules())
     assert mx.allclose(forward(draft), forward(kept), atol=2e-5).item()
 

@@ -68,7 +68,7 @@ def test_types_on_disk_stay_as_they_are_or_become_what_was_asked(tmp_path: Path,
         arrays = mx.load(str(tmp_path / name / "model.safetensors"))
         assert {x.dtype for x in arrays.values()} - {mx.uint32} == {dtype}
     sizes = {name: (tmp_path / name / "model.safetensors").stat().st_size for name in ("kept", "float32", "quantized")}
-    assert sizes["quantized"] < 0.7 * sizes["kept"] < 0.4 * sizes["float32"]
+    assert sizes["quantized"] < 0.6 * sizes["kept"] < 0.4 * sizes["float32"]
 
 
 def test_packagings_with_a_vocabulary_of_their_own_keep_it(tmp_path: Path) -> None:
@@ -104,9 +104,9 @@ def test_what_chooses_tokens_is_not_quantized(tmp_path: Path) -> None:
         write_draft(tmp_path / name, KINDS[name])
         draft = load_draft(tmp_path / name, bits=4, group_size=32)
         quantized = {part for part, module in draft.named_modules() if isinstance(module, nn.QuantizedLinear)}
-        assert {"kv_proj", "layers.1.mlp.gate_proj"} <= quantized
+        assert {"fc", "kv_proj", "layers.1.mlp.gate_proj"} <= quantized
         assert "layers.1.mlp.down_proj" not in quantized  # 48 columns are no whole groups of 32
-        assert not any(part.startswith(("fc", "domino", "candidate_selector")) for part in quantized)
+        assert not any(part.startswith(("domino", "candidate_selector")) for part in quantized)
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_quantized_activations_are_float32_on_the_cpu(tmp_path: Path) -> None:
     mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
     draft = load_draft(tmp_path, bits=8, group_size=32)
     wanted = mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
-    assert draft.dtype == wanted and draft.kv_proj.scales.dtype == wanted and logits(draft).dtype == mx.float32
+    assert draft.dtype == wanted and draft.fc.scales.dtype == wanted and logits(draft).dtype == mx.float32
 
 
 # --- the command line ------------------------------------------------------------------------------------------------

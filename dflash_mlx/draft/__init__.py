@@ -1,6 +1,6 @@
 """Draft models, one file per family, and their checkpoints."""
 
-from .checkpoint import dequantize, load_draft, quantize
+from .checkpoint import load_draft, quantize
 from .config import DraftConfig, parse_config
 from .context import DraftContext
 from .dflash import DFlashDraft, finite
@@ -14,7 +14,6 @@ __all__ = [
     "DraftContext",
     "Drafted",
     "convert_draft",
-    "dequantize",
     "finite",
     "load_draft",
     "parse_config",

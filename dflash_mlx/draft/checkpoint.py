@@ -9,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub import snapshot_download
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model
 
 from ..errors import CheckpointError, UnsupportedOptionError
 from ..machine import native_bfloat16
@@ -57,7 +58,7 @@ def load_draft(
     check_options(dtype, bits, group_size)
     draft, _ = read_draft(path_or_repo)
     if dtype is None and bits is None and mx.default_device() == mx.cpu:
-        dequantize(draft)
+        dequantize_model(draft)
     if dtype is None and draft.dtype != mx.float32 and not native_bfloat16():
         dtype = mx.float32
     if dtype is not None:
@@ -104,8 +105,7 @@ def quantize(draft: DFlashDraft, bits: int, group_size: int = 64) -> None:
     """Quantize a draft's matrices in place, as mlx-lm's conversion does; activations keep their type.
 
     What does not divide into groups stays as it is, and so does what chooses tokens behind the network: of that only
-    single rows are read. So does `fc`: coordinates of the target's hidden states differ a thousandfold in size, so the
-    weights of one group do too, and the small ones, which count as much, would be lost.
+    single rows are read.
     """
     check_options(None, bits, group_size)
     if "scales" in draft.kv_proj:
@@ -114,7 +114,7 @@ def quantize(draft: DFlashDraft, bits: int, group_size: int = 64) -> None:
         )
 
     def chosen(name: str, module: nn.Module) -> bool:
-        if not hasattr(module, "to_quantized") or name == "fc" or name.startswith(CHOOSERS):
+        if not hasattr(module, "to_quantized") or name.startswith(CHOOSERS):
             return False
         return name == "kv_proj" or module.weight.shape[-1] % group_size == 0
 
@@ -126,23 +126,6 @@ def quantize(draft: DFlashDraft, bits: int, group_size: int = 64) -> None:
             "leave out bits (--draft-bits), or give load_draft a group_size that divides its widths."
         ) from error
     mx.eval(draft.parameters())
-
-
-def dequantize(draft: DFlashDraft) -> None:
-    """Give a quantized draft's matrices back their full form, in place; others are left as they are."""
-    for name, module in draft.named_modules():
-        if isinstance(module, nn.QuantizedLinear):
-            full = nn.Linear(1, 1, bias="bias" in module)
-        elif isinstance(module, nn.QuantizedEmbedding):
-            full = nn.Embedding(1, 1)
-        else:
-            continue
-        full.weight = mx.dequantize(
-            module.weight, module.scales, module.get("biases"), module.group_size, module.bits, module.mode
-        )
-        if "bias" in module:
-            full.bias = module.bias
-        draft.update_modules(tree_unflatten([(name, full)]))
 
 
 def stack(weights: dict[str, mx.array], config: DraftConfig) -> dict[str, mx.array]:

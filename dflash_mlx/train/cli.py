@@ -13,11 +13,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.utils import dequantize_model
 from tqdm import tqdm
 
 from ..bench.prompts import PROMPTS
 from ..default_pair import default_draft_path
-from ..draft import DFlashDraft, dequantize
+from ..draft import DFlashDraft
 from ..errors import DFlashError
 from ..load import load_draft
 from ..targets.anatomy import dissect
@@ -362,7 +363,7 @@ def given_draft(args: argparse.Namespace, start: str, model: nn.Module) -> tuple
             )
         if args.prune_head:
             print(f"Note: --draft {start} keeps its own vocabulary of {size} tokens.", file=sys.stderr)
-    dequantize(draft)
+    dequantize_model(draft)
     raw = json.loads((directory / "config.json").read_text())
     return draft, {name: value for name, value in raw.items() if not name.startswith("quantization")}
 

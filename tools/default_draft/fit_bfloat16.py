@@ -29,7 +29,6 @@ from torch import Tensor
 
 ANSWER = 2
 EARLY = 3  # slots that every block has
-CAPTURED = [1, 8, 14, 21, 27]
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -242,18 +241,13 @@ def distance(logits: Tensor, goal: Tensor, labels: Tensor, weights: Tensor, shar
 
 @torch.compile(dynamic=True)
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x = x.float()
-    return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight).bfloat16()
+    return rms(x, weight, eps).bfloat16()
 
 
 @torch.compile(dynamic=True)
 def turned(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads [B, rows, H, D] normed and rotated by their positions [B or 1, rows, 1, D], to [B, H, rows, D]."""
-    x = x.float()
-    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
-    half = x.shape[-1] // 2
-    x = x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
-    return x.bfloat16().transpose(1, 2).contiguous()
+    return rotate(rms(x, weight, eps), cos, sin).bfloat16().transpose(1, 2).contiguous()
 
 
 @torch.compile(dynamic=True)
@@ -268,7 +262,6 @@ class Draft(torch.nn.Module):
         super().__init__()
         self.config = json.loads((directory / "config.json").read_text())
         self.published_vocabulary: np.ndarray | None = None
-        self.vocabulary_size = 0
         for name, array in load_file(directory / "model.safetensors").items():
             if name == "d2t":
                 self.published_vocabulary = array.numpy().astype(np.int64) + np.arange(len(array))
@@ -344,9 +337,6 @@ class Draft(torch.nn.Module):
     def domino(self) -> bool:
         return self.config["dflash_config"].get("projector_type") == "domino"
 
-    def widen(self) -> Tensor:
-        return self.weight("embed_proj.2") if self.domino else torch.zeros(self.vocabulary_size, 0)
-
 
 class Muon:
     """mlx's Muon: momentum 0.95 with Nesterov, five Newton-Schulz steps."""
@@ -373,7 +363,7 @@ class Muon:
 
 @dataclass
 class Batch:
-    """ids, role and features of rows; anchors [B, A]; of slots 1..: labels, weights, tokens and whether they count."""
+    """ids and features of rows; anchors [B, A]; of slots 1..: labels, weights, tokens and whether they count."""
 
     ids: Tensor
     features: Tensor
@@ -427,7 +417,6 @@ class Run:
             answers = np.concatenate([part.ids[part.role == ANSWER] for part in self.data])
             tokens, counts = np.unique(answers, return_counts=True)
             self.vocabulary = np.sort(tokens[np.argsort(-counts, kind="stable")[: args.vocabulary]]).astype(np.int64)
-        self.draft.vocabulary_size = len(self.vocabulary)
         self.head = self.target.embedding[torch.from_numpy(self.vocabulary)].bfloat16()
         self.mask, self.width = raw["dflash_config"]["mask_token_id"], raw["hidden_size"]
         sample = self.data[0].features[:2, :, : -self.width].float()
@@ -438,6 +427,7 @@ class Run:
         matrices = {name for name, p in named if p.ndim == 2 and name != "embed_proj__2__weight"}
         self.muon = Muon([p for name, p in named if name in matrices])
         self.adam = torch.optim.AdamW([p for name, p in named if name not in matrices], weight_decay=0.0)
+        self.epoch, self.order = 0, self.batches(0)  # every epoch has as many
         self.step, self.seconds = 0, 0.0
         self.curve: list[dict[str, Any]] = []
 
@@ -463,15 +453,19 @@ class Run:
         rows = torch.arange(len(batch.ids))[:, None, None].expand_as(before)
         return out[used], code[used], batch.features[rows[used], before[used], -self.width :]
 
+    def widen(self) -> Tensor:
+        """What makes a Domino head's code a correction, [V, R]; without one it has no columns."""
+        return self.draft.weight("embed_proj.2") if self.draft.domino else torch.zeros(len(self.head), 0)
+
     def context(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
         return self.draft.context(batch.features[..., : -self.width], self.scale)
 
     def train(self) -> float:
         args, rng = self.args, np.random.default_rng((0, 2, self.step))
-        per_epoch = len(self.batches(0))
-        if self.step % per_epoch == 0 or not self.order:
-            self.order = self.batches(self.step // per_epoch)
-        number, rows = self.order[self.step % per_epoch]
+        epoch, at = divmod(self.step, len(self.order))
+        if epoch != self.epoch:
+            self.epoch, self.order = epoch, self.batches(epoch)
+        number, rows = self.order[at]
         num = self.data[number].ids.shape[1] // args.positions_per_anchor
         batch = batch_of(self.data[number], rows, self.vocabulary, num, rng, args.decay)
         # Late slots weigh little and cost as much: a share of the blocks has them, weighted up.
@@ -479,13 +473,11 @@ class Run:
         batch.weights[..., EARLY:] *= num / whole
         context = self.context(batch)
         parts = [batch.part(slice(whole), 7), batch.part(slice(whole, None), EARLY)]
-        used = [part.weights > 0 for part in parts]
-        read = [self.read(part, context, mask) for part, mask in zip(parts, used, strict=True)]
-        hidden, code, taught = (torch.cat(pieces) for pieces in zip(*read, strict=True))
-        labels = torch.cat([part.labels[mask] for part, mask in zip(parts, used, strict=True)])
-        weights = torch.cat([part.weights[mask] for part, mask in zip(parts, used, strict=True)])
+        used = [(part, part.weights > 0) for part in parts]
+        pieces = [(*self.read(part, context, mask), part.labels[mask], part.weights[mask]) for part, mask in used]
+        hidden, code, taught, labels, weights = (torch.cat(piece) for piece in zip(*pieces, strict=True))
         weights = weights / weights.sum()
-        widen = self.draft.widen()
+        widen = self.widen()
         loss = Distance.apply(hidden, code, widen, taught, self.head, labels, weights, args.distillation)
         self.draft.zero_grad()
         loss.backward()
@@ -496,8 +488,6 @@ class Run:
         self.adam.step()
         self.step += 1
         return loss.item()
-
-    order: list[tuple[int, np.ndarray]] | None = None
 
     def rate(self) -> float:
         """Share of the peak rate: warm-up, flat, then a cosine to 0 in the last `cooldown` of the run."""
@@ -517,7 +507,7 @@ class Run:
                 rng = np.random.default_rng((0, int(row)))
                 batch = batch_of(self.held, [row], self.vocabulary, 48, rng, self.args.decay)
                 hidden, code, _ = self.read(batch, self.context(batch), torch.ones_like(batch.whole))
-                logits = F.linear(hidden, self.head) + F.linear(code, self.draft.widen().bfloat16())
+                logits = F.linear(hidden, self.head) + F.linear(code, self.widen().bfloat16())
                 chosen = torch.from_numpy(self.vocabulary)[logits.argmax(-1)]
                 hits.append(((chosen.view_as(batch.tokens) == batch.tokens) & batch.whole)[batch.whole[..., 0]])
             prefix = torch.cat(hits).long().cumprod(-1).float()
