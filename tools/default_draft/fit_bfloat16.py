@@ -356,7 +356,7 @@ class Muon:
             x = (x / (x.norm() + 1e-7)).bfloat16()
             for _ in range(5):
                 a = x @ x.T
-                x = 3.4445 * x + (-4.7750 * a + 2.0315 * (a @ a)) @ x
+                x = torch.addmm(x, torch.addmm(a, a, a, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
             x = x.T if rows > columns else x
             parameter.add_(x.float(), alpha=-rate * max(1, rows / columns) ** 0.5)
 
