@@ -212,8 +212,8 @@ class Scripted:
     def extend(self, tokens: mx.array, hidden: mx.array | None) -> None:
         self._committed += tokens.size
 
-    def propose(self, anchor: int, width: int) -> Proposal:
-        wanted = min(width, self._widths[self._rounds % len(self._widths)])
+    def propose(self, anchor: int, width: int, depth: int) -> Proposal:
+        wanted = min(width, depth, self._widths[self._rounds % len(self._widths)])
         self._rounds += 1
         drafted = [self._drafted(p) for p in range(self._committed + 1, self._committed + wanted)]
         return Proposal.chain(mx.array([[anchor, *drafted]]))

@@ -43,9 +43,9 @@ class ScriptedProposer(InertProposer):
         self.seen += tokens.tolist()
         self.hidden_rows += 0 if hidden is None else hidden.shape[1]
 
-    def propose(self, anchor: int, width: int) -> Proposal:
+    def propose(self, anchor: int, width: int, depth: int) -> Proposal:
         assert self._text[self.committed : self.committed + 1] in ([], [anchor]), "the proposer lost its place"
-        positions = range(self.committed + 1, self.committed + min(width, self._block_size))
+        positions = range(self.committed + 1, self.committed + min(width, depth, self._block_size))
         return Proposal.chain(mx.array([[anchor] + [self._drafted(p) for p in positions]]))
 
     def _drafted(self, position: int) -> int:

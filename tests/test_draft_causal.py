@@ -175,7 +175,7 @@ def test_a_sampled_chain_says_the_distribution_its_tokens_were_drawn_from(family
     counts: dict[tuple[int, int], int] = {}
     probs: dict[tuple[int, int], float] = {}
     for _ in range(2000):
-        proposal = proposer.propose(2, 3)
+        proposal = proposer.propose(2, 3, 3)
         _, first, second = proposal.tokens[0].tolist()
         rows = proposal.draft_probs.tolist()
         counts[first, second] = counts.get((first, second), 0) + 1

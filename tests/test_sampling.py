@@ -36,8 +36,8 @@ class NoisyProposer(InertProposer):
         self._probs = mx.softmax(mx.array([0.0, 1.5, 0.3, -1.0, 0.8, 2.0, 0.1]))
         self._samples = samples
 
-    def propose(self, anchor, width):
-        size = min(width, 3) - 1
+    def propose(self, anchor, width, depth):
+        size = min(width, depth, 3) - 1
         if not size:
             return Proposal.single(anchor)
         drafted = mx.random.categorical(mx.log(self._probs), shape=(size,)).astype(mx.int32)

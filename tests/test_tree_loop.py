@@ -46,12 +46,12 @@ class ScriptedTrees(InertProposer):
     def extend(self, tokens, hidden):
         self._committed += tokens.size
 
-    def propose(self, anchor, width):
+    def propose(self, anchor, width, depth):
         rng = self._rng
         true = self._text[self._committed + 1 : self._committed + 1 + rng.randrange(6)]
         branches = [true[: rng.randrange(1 + len(true))] + self._noise() for _ in range(3)] + [true]
         rng.shuffle(branches)
-        tree = build_tree([], [], min(width - 1, 15), branches=branches)
+        tree = build_tree([], [], min(width - 1, 15), branches=[b[: depth - 1] for b in branches])
         return Proposal(mx.array([[anchor, *tree.tokens]]), tree.block)
 
     def _noise(self):
@@ -126,6 +126,21 @@ def test_every_shape_gives_plain_decodings_tokens(architecture, name):
     assert all(offset == len(PROMPT) + NUM_TOKENS for c in cache if (offset := getattr(c, "offset", None)) is not None)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_5"])
+@pytest.mark.parametrize("remaining", range(1, 6))
+def test_the_tokens_that_may_still_come_limit_a_trees_depth_alone(architecture, remaining):
+    model, expected = case(architecture)
+    draft = random_draft(CONFIG | {"num_target_layers": len(model.layers)})
+    cache = make_prompt_cache(model)
+    target = Target(model, cache, capture_layer_ids=draft.capture_layer_ids)
+    proposer = DraftProposer(draft, target, shape=Shape(8, 12))
+    result = run(model, PROMPT, proposer, 1 + remaining, target=target, cache=cache)
+    assert result.tokens == expected[: 1 + remaining]
+    block = result.steps[1].proposal.block
+    assert max(block.depths) <= min(remaining, 8) - 1
+    assert block.size == (1 if remaining == 1 else 13)
+
+
 def test_tree_that_one_token_a_position_allows_is_the_chain():
     model, _ = case("llama")
     draft = random_draft()
@@ -137,11 +152,13 @@ def test_tree_that_one_token_a_position_allows_is_the_chain():
 class NoisyTrees(ScriptedTrees):
     """The same tree every time, whatever the target thinks."""
 
+    BRANCHES = ((5, 1), (5, 5, 2), (1, 4), (0,))
+
     def __init__(self):
         super().__init__([])
 
-    def propose(self, anchor, width):
-        tree = build_tree([], [], min(width - 1, 6), branches=[(5, 1), (5, 5, 2), (1, 4), (0,)])
+    def propose(self, anchor, width, depth):
+        tree = build_tree([], [], min(width - 1, 6), branches=[b[: depth - 1] for b in self.BRANCHES])
         return Proposal(mx.array([[anchor, *tree.tokens]]), tree.block)
 
 

@@ -116,13 +116,13 @@ class RoundBench:
         """With the context of one committed token, the least that a round brings."""
         with mx.stream(generation_stream):
             self._proposer.extend(*self._last)
-            mx.eval(self._proposer.propose(self._anchor, self._block_size).tokens)
+            mx.eval(self._proposer.propose(self._anchor, self._block_size, self._block_size).tokens)
             self._proposer.rewind(self._target.position)
 
     def host_s(self) -> float:
         """Seconds that building the graphs of one round takes; the round accepts nothing."""
         with mx.stream(generation_stream):
-            proposal = self._proposer.propose(self._anchor, self._block_size)
+            proposal = self._proposer.propose(self._anchor, self._block_size, self._block_size)
             mx.eval(proposal.tokens)
             started = time.perf_counter()
             verification = self._target.verify(proposal)
@@ -133,7 +133,7 @@ class RoundBench:
             self._target.commit((0,))
             hidden = verification.hidden
             self._proposer.extend(proposal.tokens[0, :1], None if hidden is None else hidden[:, :1])
-            proposal = self._proposer.propose(self._anchor, self._block_size)
+            proposal = self._proposer.propose(self._anchor, self._block_size, self._block_size)
             committed = time.perf_counter()
             mx.eval(proposal.tokens)
             self._target.seal()

@@ -81,7 +81,7 @@ def speculate(
                     acceptance.tokens[:kept], acceptance.logprobs, num_accepted, proposal, path, finish_reason, kept
                 )
                 if finish_reason is None:
-                    proposal = proposer.propose(acceptance.bonus_token, target.widest(ending.remaining))
+                    proposal = proposer.propose(acceptance.bonus_token, target.widest, ending.remaining)
                     mx.async_eval(proposal.tokens, proposer.arrays())
             step = done
             yield step

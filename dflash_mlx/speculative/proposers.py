@@ -26,8 +26,8 @@ class Proposer(Protocol):
     def extend(self, tokens: mx.array, hidden: mx.array | None) -> None:
         """Take in n more committed tokens [n] and their target hidden [1, n, n_captured × E]; lazy."""
 
-    def propose(self, anchor: int, width: int) -> Proposal:
-        """At most `width` nodes, the anchor included; lazy."""
+    def propose(self, anchor: int, width: int, depth: int) -> Proposal:
+        """At most `width` nodes, at most `depth` of them on a path, the anchor included in both; lazy."""
 
     def rewind(self, position: int) -> None:
         """Forget the committed tokens at and behind this absolute position."""
@@ -93,11 +93,11 @@ class DraftProposer:
         self._draft.extend(self.context, hidden)
         self._copies.extend(tokens)
 
-    def propose(self, anchor: int, width: int) -> Proposal:
-        largest = min(self._shape.block_size, width) - 1
-        budget = min(self._shape.tree_budget, width - 1)
+    def propose(self, anchor: int, width: int, depth: int) -> Proposal:
+        largest = min(self._shape.block_size, width, depth) - 1
+        budget = min(self._shape.tree_budget, width - 1) if depth > 1 else 0
         # A copy has half of a tree that it shares with the draft.
-        branches = self._copies.branches(anchor, (budget + 1) // 2 if budget else largest)
+        branches = self._copies.branches(anchor, min((budget + 1) // 2, depth - 1) if budget else largest)
         if not self._drafting or (branches and not budget):
             return copied(anchor, branches, budget)
         proposal = self._drafted(anchor, self._width.positions(largest), budget, branches)
@@ -196,9 +196,9 @@ class CopyProposer:
     def extend(self, tokens: mx.array, hidden: mx.array | None) -> None:
         self._copies.extend(tokens)
 
-    def propose(self, anchor: int, width: int) -> Proposal:
-        budget = min(self._shape.tree_budget, width - 1)
-        limit = budget or min(self._shape.block_size, width) - 1
+    def propose(self, anchor: int, width: int, depth: int) -> Proposal:
+        budget = min(self._shape.tree_budget, width - 1) if depth > 1 else 0
+        limit = min(budget or min(self._shape.block_size, width) - 1, depth - 1)
         return copied(anchor, self._copies.branches(anchor, limit), budget)
 
     def rewind(self, position: int) -> None:

@@ -7,6 +7,7 @@ that caches which a failure left in an unknown state are never used in silence, 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -144,12 +145,13 @@ class Target:
             mx.eval([c.state for c in self._stock])
             mx.clear_cache()
 
-    def widest(self, wanted: int) -> int:
+    @property
+    def widest(self) -> int:
         """How many rows the next verify may have: a block must not cross the start of KV quantization."""
         if self._kv_quantization is None:
-            return wanted
+            return sys.maxsize
         quantized_later = [c.offset for c in self._stock if isinstance(c, KVCache)]
-        return max(1, min([wanted] + [self._kv_quantization.start - offset for offset in quantized_later]))
+        return max(1, min((self._kv_quantization.start - offset for offset in quantized_later), default=sys.maxsize))
 
     def verify(self, proposal: Any) -> Verification:
         """One forward over a proposal (`tokens` int [1, N] and their `block`); a lazy graph.
