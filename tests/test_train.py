@@ -498,6 +498,7 @@ BAD = [
     ("data --out out --hidden --hidden-limit-gb -1", "--hidden-limit-gb is -1"),
     ("data --out out --hidden --hidden-limit-gb nan", "--hidden-limit-gb is nan"),
     ("data --out out --capture-layers 0,1", "keeps nothing without --hidden"),
+    ("data --out out --hidden-limit-gb 5", "--hidden-limit-gb 5.0 keeps nothing without --hidden"),
     ("data --out out --hidden --capture-layers 0,0", "names a layer twice"),
     ("data --out out --seed -1", "seed"),  # the sentence is the command line's or ours
     ("fit --data data.npz --out out --seed -1", "seed"),

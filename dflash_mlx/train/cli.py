@@ -87,7 +87,7 @@ def _add_data(command: argparse.ArgumentParser, load_pair: LoadPair) -> None:
         "--hidden", action="store_true", help="Keep captured hidden states, float16, beside the shards."
     )
     command.add_argument("--capture-layers", default=None, help="For --hidden: such as 1,8,14,21,27.")
-    command.add_argument("--hidden-limit-gb", type=float, default=20.0, help="Keep no more of them than this (20).")
+    command.add_argument("--hidden-limit-gb", type=float, default=None, help="Keep no more of them than this (20).")
     command.add_argument("--json", action="store_true", help="Print one JSON line.")
     command.set_defaults(run=lambda args: run_data(args, load_pair))
 
@@ -97,6 +97,7 @@ def run_data(args: argparse.Namespace, load_pair: LoadPair) -> int:
     args.draft = "none"
     model, tokenizer, _, _ = load_pair(args)
     layers = capture_layers(args, model) if args.hidden else ()
+    limit_gb = 20.0 if args.hidden_limit_gb is None else args.hidden_limit_gb
     prompts = None if args.prompts is None else fitting(read_prompts(args.prompts, tokenizer), args.length)
     settings = {
         "model": str(args.model or "default"),
@@ -120,9 +121,9 @@ def run_data(args: argparse.Namespace, load_pair: LoadPair) -> int:
 
     while index < num_shards:
         kept = sum(file.stat().st_size for file in args.out.glob("hidden-*.safetensors")) / 1e9
-        taken = layers if kept < args.hidden_limit_gb else ()
+        taken = layers if kept < limit_gb else ()
         if layers and not taken:
-            say(f"--hidden-limit-gb {args.hidden_limit_gb:g} is reached; the shards from here have no hidden states.")
+            say(f"--hidden-limit-gb {limit_gb:g} is reached; the shards from here have no hidden states.")
         writing = begun_shard(args, model, tokenizer, prompts, index, temperatures, taken)
         shard = _written(writing, f"shard {index + 1} of {num_shards}", args.rows * args.length, not args.json)
         if prompts is not None and taken:
@@ -174,10 +175,12 @@ def checked_data(args: argparse.Namespace) -> list[float]:
             raise DFlashError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use 1 or more.")
     if not 0 <= args.seed < 2**63:
         raise DFlashError(f"--seed is {args.seed}; use 0 to 2**63 - 1.")
-    if not args.hidden_limit_gb >= 0:
+    if args.hidden_limit_gb is not None and not args.hidden_limit_gb >= 0:
         raise DFlashError(f"--hidden-limit-gb is {args.hidden_limit_gb:g}; use 0 or more.")
-    if args.capture_layers is not None and not args.hidden:
-        raise DFlashError(f"--capture-layers {args.capture_layers} keeps nothing without --hidden; give both or none.")
+    for name in ("capture_layers", "hidden_limit_gb"):
+        value, flag = getattr(args, name), "--" + name.replace("_", "-")
+        if value is not None and not args.hidden:
+            raise DFlashError(f"{flag} {value} keeps nothing without --hidden; give both or none.")
     temperatures = numbers("--temperatures", args.temperatures, float)
     if not all(0 <= temperature < math.inf for temperature in temperatures):
         raise DFlashError(f"--temperatures {args.temperatures} holds one below 0 or not finite; use 0 or more.")
