@@ -20,8 +20,7 @@ SECTIONS = {
     "widths": ("Fixed and automatic width", "`--width auto` against trees of fixed size."),
     "budgets": (
         "Tree budgets",
-        "A chain (the first row) and trees, all of full width; answers of 20 tokens, whose last rounds have room for "
-        "few nodes, so that budgets beyond 16 were hardly used.",
+        "A chain (the first row) and trees, all of full width; answers of 20 tokens.",
     ),
     "costs": (
         "What a round costs",
@@ -50,8 +49,7 @@ def main() -> None:
     OpenBLAS preloaded, mlx {versions["mlx"]}, mlx-lm {versions["mlx_lm"]}, greedy. Plain and speculative runs take
     turns, prompt by prompt; ratios are medians over prompts. No figure for Apple GPUs is given, because nobody has
     measured one with this code yet: `dflash-mlx bench` measures your own pair on your own machine. The tables' JSON
-    is in [benchmarks](benchmarks); this page is made by `tools/speed_doc.py`. The default draft has been trained on
-    since these were measured."""
+    is in [benchmarks](benchmarks); this page is made by `tools/speed_doc.py`."""
     print(textwrap.fill(" ".join(text.split()), 120))
     for name, (title, meaning) in SECTIONS.items():
         result = results[name]
