@@ -191,12 +191,15 @@ class Attention(torch.autograd.Function):
         return grad_queries, grad_keys, grad_values, own[0].sum(2, keepdim=True), own[1].sum(2, keepdim=True), None
 
 
+torch._dynamo.config.recompile_limit = 64  # of shapes: the trainer's, the evaluation's, with gradients and without
+
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class Distance(torch.autograd.Function):
-    """Weighted sum of the rows' cross-entropies, one share with the labels, the other with the target's distribution.
+    """Weighted sum of the rows' cross-entropies, one share with the labels, the other with the target's distribution;
+    and which rows' first choice is the label [U].
 
     hidden [U, E] of the draft, code [U, R] of its Domino head and taught [U, E] of the target, before head [V, E] and
     widen [V, R]. Gradients are made on the way forward, piece by piece, so that no logits are kept.
@@ -213,19 +216,23 @@ class Distance(torch.autograd.Function):
         labels: Tensor,
         weights: Tensor,
         share: float,
-    ) -> Tensor:
-        loss, grads, grad_widen = torch.zeros(()), [], torch.zeros_like(widen)
+    ) -> tuple[Tensor, Tensor]:
+        loss, grads, grad_widen, hits = torch.zeros(()), [], torch.zeros_like(widen), []
         reads, whole = torch.cat([hidden, code], -1), torch.cat([head, widen.bfloat16()], -1)
         for part in torch.arange(len(hidden)).split(512):
-            grad, found = distance(reads[part] @ whole.T, taught[part] @ head.T, labels[part], weights[part], share)
+            logits = reads[part] @ whole.T
+            grad, found = distance(logits, taught[part] @ head.T, labels[part], weights[part], share)
             loss += found
+            hits.append(logits.argmax(-1) == labels[part])
             grads.append(grad @ whole)
             grad_widen += grad.T @ code[part]
         ctx.save_for_backward(*torch.cat(grads).split([hidden.shape[1], code.shape[1]], -1), grad_widen)
-        return loss
+        found_hits = torch.cat(hits)
+        ctx.mark_non_differentiable(found_hits)
+        return loss, found_hits
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return (*(saved * grad.to(saved.dtype) for saved in ctx.saved_tensors), None, None, None, None, None)
 
 
@@ -379,14 +386,31 @@ class Batch:
         return Batch(self.ids, self.features, self.anchors[:, anchors], *per_slot)
 
 
-def batch_of(data: Conversations, rows: Any, vocabulary: np.ndarray, num: int, rng: Any, decay: float) -> Batch:
-    """Anchors drawn from the positions whose next token is the target's answer, in no order."""
+def follows(role: np.ndarray) -> np.ndarray:
+    """Whether a position's next token is the target's answer, [B, L]."""
+    found = np.zeros(role.shape, bool)
+    found[:, 1:-1] = role[:, 2:] == ANSWER
+    return found
+
+
+def anchors_of(role: np.ndarray, places: np.ndarray, rng: Any) -> np.ndarray:
+    """Anchors [B, A] at `places` that can be, once each, the rest drawn from the other positions; in no order.
+
+    role [B, L]; places [B, A], negative where any will do. Where too few can be, some are drawn that don't count.
+    """
+    free = follows(role)
+    order = np.where(free, rng.random(role.shape), -1.0)
+    rows, columns = np.nonzero(places >= 0)
+    order[rows, places[rows, columns]] += 1.0  # before all others; the same place twice is one
+    order[~free] = -1.0
+    anchors = np.maximum(np.argsort(-order, axis=1)[:, : places.shape[1]], 1)
+    return rng.permuted(anchors, axis=1)
+
+
+def batch_of(data: Conversations, rows: Any, vocabulary: np.ndarray, anchors: np.ndarray, decay: float) -> Batch:
+    """Blocks behind anchors [B, A]; slots that aren't the target's answer don't count."""
     size, ids, role = 8, data.ids[rows], data.role[rows]
-    follows = np.zeros(role.shape, bool)
-    follows[:, 1:-1] = role[:, 2:] == ANSWER
-    draws = np.where(follows, rng.random(role.shape), -1.0)
-    anchors = np.maximum(np.argsort(-draws, axis=1)[:, :num], 1)
-    drawn = np.take_along_axis(follows, anchors, axis=1)[..., None]
+    drawn = np.take_along_axis(follows(role), anchors, axis=1)[..., None]
     at = anchors[..., None] + np.arange(1, size)
     inside = np.minimum(at, ids.shape[1] - 1)
     every = np.arange(len(ids))[:, None, None]
@@ -428,6 +452,10 @@ class Run:
         self.muon = Muon([p for name, p in named if name in matrices])
         self.adam = torch.optim.AdamW([p for name, p in named if name not in matrices], weight_decay=0.0)
         self.epoch, self.order = 0, self.batches(0)  # every epoch has as many
+        # Where decoding goes on behind an epoch's blocks; that is where the next epoch's begin.
+        self.places = [
+            np.full((len(part.ids), part.ids.shape[1] // args.positions_per_anchor), -1) for part in self.data
+        ]
         self.step, self.seconds = 0, 0.0
         self.curve: list[dict[str, Any]] = []
 
@@ -466,8 +494,9 @@ class Run:
         if epoch != self.epoch:
             self.epoch, self.order = epoch, self.batches(epoch)
         number, rows = self.order[at]
-        num = self.data[number].ids.shape[1] // args.positions_per_anchor
-        batch = batch_of(self.data[number], rows, self.vocabulary, num, rng, args.decay)
+        anchors = anchors_of(self.data[number].role[rows], self.places[number][rows], rng)
+        num = anchors.shape[1]
+        batch = batch_of(self.data[number], rows, self.vocabulary, anchors, args.decay)
         # Late slots weigh little and cost as much: a share of the blocks has them, weighted up.
         whole = max(1, round(num * args.late_share))
         batch.weights[..., EARLY:] *= num / whole
@@ -478,7 +507,7 @@ class Run:
         hidden, code, taught, labels, weights = (torch.cat(piece) for piece in zip(*pieces, strict=True))
         weights = weights / weights.sum()
         widen = self.widen()
-        loss = Distance.apply(hidden, code, widen, taught, self.head, labels, weights, args.distillation)
+        loss, hits = Distance.apply(hidden, code, widen, taught, self.head, labels, weights, args.distillation)
         self.draft.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
@@ -486,6 +515,13 @@ class Run:
         self.muon.step(args.muon_rate * share)
         self.adam.param_groups[0]["lr"] = args.adamw_rate * share
         self.adam.step()
+        accepted = []
+        for (_, mask), hit in zip(used, hits.split([len(piece[0]) for piece in pieces]), strict=True):
+            agree = torch.zeros_like(mask)
+            agree[mask] = hit
+            accepted.append(agree.long().cumprod(-1).sum(-1))
+        places = anchors + 1 + torch.cat(accepted, 1).numpy()
+        self.places[number][rows] = np.where(places < batch.ids.shape[1], places, -1)
         self.step += 1
         return loss.item()
 
@@ -497,23 +533,45 @@ class Run:
             return min(1.0, (self.step + 1) / warmup)
         return 0.5 * (1 + math.cos(math.pi * (self.step - flat) / max(1, args.num_steps - flat)))
 
+    def agreed(self, batch: Batch, context: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Slots [B, A, 7] that the draft has right, and all before them."""
+        hidden, code, _ = self.read(batch, context, torch.ones_like(batch.whole))
+        logits = F.linear(hidden, self.head) + F.linear(code, self.widen().bfloat16())
+        chosen = torch.from_numpy(self.vocabulary)[logits.argmax(-1)].view_as(batch.tokens)
+        return ((chosen == batch.tokens) & batch.whole).long().cumprod(-1)
+
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
-        """On held-out rows, greedy answers (even rows) and sampled ones apart."""
+        """On held-out rows, greedy answers (even rows) and sampled ones apart; greedy ones as decoding goes, too."""
         found: dict[str, Any] = {}
         for kind, first in (("greedy", 0), ("sampled", 1)):
             hits = []
             for row in self.held.kept[first::2]:
-                rng = np.random.default_rng((0, int(row)))
-                batch = batch_of(self.held, [row], self.vocabulary, 48, rng, self.args.decay)
-                hidden, code, _ = self.read(batch, self.context(batch), torch.ones_like(batch.whole))
-                logits = F.linear(hidden, self.head) + F.linear(code, self.widen().bfloat16())
-                chosen = torch.from_numpy(self.vocabulary)[logits.argmax(-1)]
-                hits.append(((chosen.view_as(batch.tokens) == batch.tokens) & batch.whole)[batch.whole[..., 0]])
-            prefix = torch.cat(hits).long().cumprod(-1).float()
+                rng, anywhere = np.random.default_rng((0, int(row))), np.full((1, 48), -1)
+                anchors = anchors_of(self.held.role[[row]], anywhere, rng)
+                batch = batch_of(self.held, [row], self.vocabulary, anchors, self.args.decay)
+                hits.append(self.agreed(batch, self.context(batch))[batch.whole[..., 0]])
+            prefix = torch.cat(hits).float()
             found[kind] = round(1 + prefix.sum(-1).mean().item(), 4)
             found[kind + "_by_position"] = [round(x, 4) for x in prefix.mean(0).tolist()]
-        return found
+        return found | {"decoded": self.decode(128)}
+
+    def decode(self, tokens: int) -> float:
+        """Acceptance length where a round begins behind what the last one committed, in first greedy answers."""
+        rows = self.held.kept[::2]
+        role = self.held.role[rows]
+        anchors = (role == ANSWER).argmax(1)[:, None]
+        end, total, rounds, context = anchors + tokens, 0, 0, None
+        while True:
+            at = np.minimum(anchors, role.shape[1] - 1)
+            on = np.take_along_axis(follows(role), at, 1) & (at < end)
+            if not on.any():
+                return round(total / rounds, 4)
+            batch = batch_of(self.held, rows, self.vocabulary, at, self.args.decay)
+            context = context or self.context(batch)
+            committed = 1 + self.agreed(batch, context).sum(-1).numpy()
+            total, rounds = total + int(committed[on].sum()), rounds + int(on.sum())
+            anchors = np.where(on, anchors + committed, role.shape[1])
 
     def save(self, loss: float) -> None:
         out = self.args.out
@@ -521,7 +579,7 @@ class Run:
         self.curve.append({"step": self.step, "seconds": round(self.seconds), "loss": loss, **self.evaluate()})
         print(json.dumps(self.curve[-1]), flush=True)
         state = {"draft": self.draft.state_dict(), "muon": self.muon.momenta, "adam": self.adam.state_dict()}
-        state |= {"step": self.step, "seconds": self.seconds, "curve": self.curve, "scale": self.scale}
+        state |= {name: getattr(self, name) for name in ("step", "seconds", "curve", "scale", "places")}
         torch.save(state, out / "writing.pt")
         os.replace(out / "writing.pt", out / "trainer.pt")
         (out / "curve.json").write_text(json.dumps(self.curve, indent=1) + "\n")
@@ -554,13 +612,13 @@ class Run:
         file = self.args.out / "trainer.pt"
         if not file.exists():
             return False
-        state = torch.load(file)
+        state = torch.load(file, weights_only=False)
         self.draft.load_state_dict(state["draft"])
         for mine, saved in zip(self.muon.momenta, state["muon"], strict=True):
             mine.copy_(saved)
         self.adam.load_state_dict(state["adam"])
         self.step, self.seconds, self.curve = state["step"], state["seconds"], state["curve"]
-        self.scale = state["scale"]
+        self.scale, self.places = state["scale"], state["places"]
         return True
 
 
