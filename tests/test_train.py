@@ -200,6 +200,22 @@ def test_hidden_states_of_other_layers_or_of_another_target_are_computed_again_w
     assert f"Note: The data were written by --model {target}, the draft is for {other}." in "".join(SAID)
 
 
+def test_a_trained_draft_learns_at_lower_rates_than_a_new_one_unless_rates_are_given(tmp_path, target, capsys):
+    assert run(capsys, "data", "--model", target, "--out", tmp_path / "data", "--num-shards", 1, "--rows", 4)[0] == 0
+    write_draft(tmp_path / "trained")
+    fit = ("fit", "--model", target, "--data", tmp_path / "data", "--num-held-out", 1, "--num-steps", 1, "--json")
+    given = ("--draft", tmp_path / "trained")
+    chosen = []
+    for number, flags in enumerate([NEW, given, (*given, "--muon-rate", 0.03)]):
+        assert run(capsys, *fit, *flags, "--out", tmp_path / str(number))[0] == 0
+        settings = json.loads((tmp_path / str(number) / "draft" / "provenance.json").read_text())["settings"]
+        chosen.append((settings["muon_rate"], settings["adamw_rate"]))
+    new, trained, asked = chosen
+    assert new == (Settings().muon_rate, Settings().adamw_rate)
+    assert trained[0] < new[0] and trained[1] < new[1]
+    assert asked == (0.03, trained[1])
+
+
 def test_damaged_hidden_states_are_refused_by_name(tmp_path, target, capsys):
     argv = ("--num-shards", 1, "--rows", 4, "--length", 120, "--hidden", "--capture-layers", "0,2")
     assert run(capsys, "data", "--model", target, "--out", tmp_path / "data", *argv)[0] == 0

@@ -47,6 +47,9 @@ from .writer import answer, captured, converse
 
 LoadPair = Callable[[argparse.Namespace], tuple[nn.Module, Any, dict[str, Any], DFlashDraft | None]]
 
+# The rates a new draft learns fast at would first undo what a trained one knows.
+RATES_OF_TRAINED = {"muon_rate": 4e-3, "adamw_rate": 1e-3}
+
 
 def add_train(commands: Any, load_pair: LoadPair) -> None:
     """The `train` subcommand; `load_pair` turns --model and --draft into a target and a draft."""
@@ -262,8 +265,10 @@ def _add_fit(command: argparse.ArgumentParser, load_pair: LoadPair) -> None:
         default=None,
         help=f"Most frequent tokens trained on ({defaults.vocabulary}); a draft that has its own keeps them.",
     )
-    command.add_argument("--muon-rate", type=float, default=defaults.muon_rate, help="For matrices.")
-    command.add_argument("--adamw-rate", type=float, default=defaults.adamw_rate, help="For the rest.")
+    for name, what in (("muon_rate", "matrices"), ("adamw_rate", "the rest")):
+        new, trained = getattr(defaults, name), RATES_OF_TRAINED[name]
+        text = f"For {what} ({new}; with --draft {trained})."
+        command.add_argument(f"--{name.replace('_', '-')}", type=float, default=None, help=text)
     command.add_argument("--warmup-steps", type=int, default=defaults.warmup_steps)
     command.add_argument(
         "--cooldown", type=float, default=defaults.cooldown, help="Share of the run in which the rates fall to 0 (1)."
@@ -276,7 +281,8 @@ def _add_fit(command: argparse.ArgumentParser, load_pair: LoadPair) -> None:
 
 def run_fit(args: argparse.Namespace, load_pair: LoadPair) -> int:
     given = {name: getattr(args, name) for name in Settings.__dataclass_fields__}
-    settings = Settings(**{name: value for name, value in given.items() if value is not None})
+    rates = {} if args.draft in (None, "none") else RATES_OF_TRAINED
+    settings = Settings(**rates | {name: value for name, value in given.items() if value is not None})
     if args.evaluate_every < 1:
         raise DFlashError(f"evaluate_every is {args.evaluate_every}; use 1 or more.")
     files = data_files(args.data)

@@ -502,7 +502,7 @@ class Run:
         batch.weights[..., EARLY:] *= num / whole
         context = self.context(batch)
         parts = [batch.part(slice(whole), 7), batch.part(slice(whole, None), EARLY)]
-        used = [(part, part.weights > 0) for part in parts]
+        used = [(part, part.weights > 0) for part in parts if part.anchors.numel()]
         pieces = [(*self.read(part, context, mask), part.labels[mask], part.weights[mask]) for part, mask in used]
         hidden, code, taught, labels, weights = (torch.cat(piece) for piece in zip(*pieces, strict=True))
         weights = weights / weights.sum()
