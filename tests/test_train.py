@@ -138,7 +138,7 @@ def test_a_longer_run_goes_on_from_a_shorter_one_and_other_settings_are_refused(
     short.save(tmp_path)
     longer = trainer(Settings(**{**SMALL.__dict__, "num_steps": 9}))
     assert longer.resume(tmp_path) and len(list(longer.run())) == 3
-    with pytest.raises(DFlashError, match=r"muon_rate 0\.005, not 0\.1"):
+    with pytest.raises(DFlashError, match=r"muon_rate 0\.04, not 0\.1"):
         trainer(Settings(**{**SMALL.__dict__, "muon_rate": 0.1})).resume(tmp_path)
 
 

@@ -32,8 +32,9 @@ class Settings:
 
     batch_size: sequences a step. num_anchors: blocks of a sequence. decay: γ of the weights exp(−(k − 1) / γ) of
     slots k. distillation: share of the loss that is cross-entropy with the target's distribution. vocabulary: most
-    frequent tokens that the loss is over. muon_rate is for matrices, adamw_rate for the rest; both are reached after
-    `warmup_steps`, stand, and fall to 0 as a cosine in the last `cooldown` of the run (1: all of it).
+    frequent tokens that the loss is over. muon_rate is for matrices, adamw_rate for the rest, both a new draft's (for
+    a trained one a tenth and a half of them); they are reached after `warmup_steps`, stand, and fall to 0 as a cosine
+    in the last `cooldown` of the run (1: all of it).
     """
 
     num_steps: int = 1000
@@ -42,7 +43,7 @@ class Settings:
     decay: float = 3.0
     distillation: float = 0.0
     vocabulary: int = 8192
-    muon_rate: float = 5e-3
+    muon_rate: float = 4e-2
     adamw_rate: float = 2e-3
     warmup_steps: int = 20
     cooldown: float = 1.0
