@@ -219,7 +219,8 @@ def test_a_draft_that_samples_from_its_anchor_drafts_one_token_more(tmp_path: Pa
     one_file(tmp_path / "b", shifted, weights)
     plain, anchored = load_draft(tmp_path / "a"), load_draft(tmp_path / "b")
     assert (plain.block_size, anchored.block_size) == (16, 17)
-    assert mx.array_equal(drafted(plain).logits, drafted(anchored).logits[1:])
+    # Not bit for bit: a BLAS rounds 15 rows and 16 in its own ways.
+    assert mx.allclose(drafted(plain).logits, drafted(anchored).logits[1:], rtol=1e-5, atol=1e-5)
 
 
 def edit_config(path: Path, **changes: Any) -> None:
